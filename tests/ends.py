@@ -15,7 +15,7 @@ import torch
 from tpcore_cpu_gloo import GlooBackend
 
 from tpcore.comm.transport import Transport
-from tpcore.errors import BackendError
+from tpcore.errors import BackendError, PeerLostError
 from tpcore.runtime.context import ParallelContext
 
 
@@ -80,8 +80,8 @@ STEPS: dict[str, dict[str, tuple[str, int, bool]]] = {
     "gloo": {
         "before the call": ("_enter", 0, True),
         "call announced, not begun": ("_enter", 0, False),
-        "begun, not waited for": ("_finish", 0, True),
-        "between two calls": ("_finish", 0, False),
+        "begun, not waited for": ("finish", 0, True),
+        "between two calls": ("finish", 0, False),
     },
 }
 """By road: a method of the protocol, how many of its calls go by before, and whether its begin or its end."""
@@ -135,3 +135,16 @@ def _go_on_when_all_know(rank: int, others: int, pid: int, folder: Path) -> None
         torch.ones(64, 64) @ torch.ones(64, 64)
     if rank == 0:
         os.kill(pid, signal.SIGCONT)
+
+
+def waits_in_a_chain(ctx: ParallelContext, known: str) -> str:
+    """What a rank of dp x tp = 2 x 2 is told: rank 2 waits for rank 3 over tp, rank 1 over dp, and rank 0 for rank 1
+    over tp, which stays until rank 0 has its error: in vain."""
+    try:
+        ctx.comm("tp" if ctx.rank in (0, 2) else "dp").all_reduce(torch.ones(1))
+    except PeerLostError as e:
+        while ctx.rank and not Path(known).exists():
+            torch.ones(64, 64) @ torch.ones(64, 64)
+        Path(known).touch()
+        return str(e)
+    return "no error"

@@ -21,7 +21,7 @@ from tpcore.backend.interface import Backend
 from tpcore.backend.registry import backend_class
 from tpcore.errors import BackendError
 from tpcore.layout.mesh import Mesh
-from tpcore.processes.spawn import follow
+from tpcore.processes.launch import follow
 from tpcore.processes.transfer import (
     Outcome,
     death,

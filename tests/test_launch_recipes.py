@@ -115,36 +115,6 @@ def test_a_manifest_fits_the_schema_of_kubernetes(name: str) -> None:
         assert misfits(document, {"$ref": KINDS[kind]}, kind) == []
 
 
-def set_at(document: dict[str, Any], path: str, value: Any) -> None:
-    *above, last = path.split(".")
-    for step in above:
-        document = document[int(step)] if step.isdigit() else document[step]
-    document[last] = value
-
-
-CONTAINER = "spec.template.spec.containers.0"
-WRONG = {
-    "spec.paralelism": (2, "Job.spec: unknown paralelism"),
-    "spec.completions": ("2", "Job.spec.completions: '2' is not"),
-    "spec.suspend": (1, "Job.spec.suspend: 1 is not"),
-    "spec.backoffLimit": (True, "Job.spec.backoffLimit: True is not"),
-    "apiVersion": ("batch/v2", "Job.apiVersion: 'batch/v2' is not"),
-    "spec.template.spec": ({"restartPolicy": "Never"}, "Job.spec.template.spec: no containers"),
-    f"{CONTAINER}.env": ([{"name": "NODES", "value": 2}], "env[0].value: 2 is not"),
-    f"{CONTAINER}.resources.limits": ({"memory": ["32Gi"]}, "limits.memory: ['32Gi'] is not"),
-    f"{CONTAINER}.volumeMounts": ([{"name": "shm"}], "volumeMounts[0]: no mountPath"),
-}
-
-
-@pytest.mark.parametrize("path", WRONG)
-def test_a_manifest_with_a_mistake_does_not_fit(path: str) -> None:
-    job = documents("kubernetes.yaml")["Job"]
-    value, said = WRONG[path]
-    set_at(job, path, value)
-    (found,) = misfits(job, {"$ref": KINDS["Job"]}, "Job")
-    assert said in found
-
-
 @pytest.mark.parametrize("name", ["kubernetes.yaml", "kubernetes-neuron.yaml"])
 def test_a_manifest_says_what_a_job_of_several_hosts_needs(name: str) -> None:
     found = documents(name)

@@ -183,7 +183,7 @@ def test_the_distribution_of_the_page_on_backends_installs(tmp_path, monkeypatch
 
 
 def test_importing_the_library_imports_no_backend_no_extra_and_no_compiler():
-    steps = ["tpcore", "tpcore.processes.child", "tpcore.testing", "tpcore.cli.app"]
+    steps = ["tpcore", "tpcore.processes.launch", "tpcore.testing", "tpcore.cli.app"]
     code = "import sys\nfor name in sys.argv[1:]:\n __import__(name)\n print(*sys.modules)"
     printed = subprocess.check_output([sys.executable, "-c", code, *steps], text=True).splitlines()
     loaded = {step: set(modules.split()) for step, modules in zip(steps, printed, strict=True)}

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ends import STOPPED, end, names
+from ends import STOPPED, end, names, waits_in_a_chain
 from rank_pool import RankPool
 from roads import GLOO, SHARED, OverRoad, each_road  # noqa: F401  a fixture
 from tiers import diagonal
@@ -71,19 +71,12 @@ def test_the_lost_rank_is_named(pool: OverRoad, how: str, where: str) -> None:
 
 
 def _chain(ctx: ParallelContext, how: str, release: str) -> str:
-    """Rank 3 ends; rank 2 waits for it over tp, rank 1 over dp, and rank 0 for rank 1 over tp."""
-    dp, tp = ctx.comm("dp"), ctx.comm("tp")
+    for axis in ("dp", "tp"):  # their groups are made before one ends
+        ctx.comm(axis)
     ctx.world.all_reduce(torch.ones(1))
     if ctx.rank == 3:
         end(how)
-    try:
-        (tp if ctx.rank in (0, 2) else dp).all_reduce(torch.ones(1))
-    except PeerLostError as e:
-        while ctx.rank and not Path(release).exists():  # the rank stays: rank 0 waits for it in vain
-            torch.ones(64, 64) @ torch.ones(64, 64)
-        Path(release).touch()
-        return str(e)
-    return "no error"
+    return waits_in_a_chain(ctx, release)
 
 
 @pytest.mark.parametrize(("how", "pool"), ON_A_ROAD, indirect=["pool"])

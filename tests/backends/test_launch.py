@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -150,26 +149,6 @@ def test_ranks_end_with_their_parent(tmp_path: Path, how: signal.Signals) -> Non
     assert not psutil.wait_procs(ranks, timeout=30)[1]
 
 
-ELSEWHERE = """
-import tpcore
-print(set(tpcore.launch(lambda: __import__("tpcore").__file__, nprocs=2)) == {tpcore.__file__})
-"""
-
-
-@pytest.mark.slow
-def test_ranks_import_what_their_parent_does(tmp_path: Path) -> None:
-    """And not what lies in the directory at hand, where the script does not look either."""
-    script = tmp_path / "script.py"
-    script.write_text(ELSEWHERE)
-    here = tmp_path / "here"
-    here.mkdir()
-    for name in ("tpcore", "runpy", "queue"):
-        (here / f"{name}.py").write_text("raise SystemExit(f'{__file__} was imported')")
-    run = [sys.executable, str(script)]
-    done = subprocess.run(run, cwd=here, capture_output=True, text=True, timeout=100, check=False)
-    assert (done.stdout, done.returncode) == ("True\n", 0), done.stderr
-
-
 def test_what_cannot_be_started() -> None:
     with pytest.raises(TypeError, match="launch needs a function, not 3"):
         tpcore.launch(3)  # type: ignore[arg-type]
@@ -185,27 +164,6 @@ def test_without_cloudpickle_a_function_of_a_module_still_works(monkeypatch: pyt
     pack_call(os.path.join, ("a",), {})
     with pytest.raises(ValueError, match="pip install cloudpickle"):
         pack_call(lambda: None, (), {})
-
-
-TORCHRUN = """
-import os, signal
-import torch, tpcore
-
-signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends the others, maybe before they have said anything
-ctx = tpcore.init(backend="cpu_gloo", tp=2, timeout=30)
-if ctx.rank == 1:
-    os.kill(os.getpid(), 9)
-ctx.comm("tp").all_reduce(torch.ones(2))
-"""
-
-
-def test_under_torchrun_a_survivor_says_who_was_lost(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(TORCHRUN)
-    run = forked.run(["torchrun", "--standalone", "--nproc_per_node=2", str(script)], tmp_path)
-    assert run.returncode != 0
-    # gone: the launcher may be the first to take the wait status
-    assert re.search(r"rank 1 \(pid \d+ on .*\) (was killed by SIGKILL|is gone)", run.stderr)
 
 
 def test_a_rank_that_ends_without_a_result_is_an_error() -> None:

@@ -1,4 +1,4 @@
-"""The kit under a launcher: a rank that fails alone ends the job, with its error, and nothing hangs."""
+"""The kit and ``tpcore verify`` on processes: what is wrong is told, with exit status 1, and nothing hangs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import forked
 import pytest
+import torch
 from installed import installed
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("launched"), pytest.mark.processes]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from ends import STOPPED, end, names, on_open
+from ends import STOPPED, end, names, on_open, waits_in_a_chain
 from roads import GLOO, SHARED, OverRoad, each_road  # noqa: F401  a fixture
 from tiers import diagonal
 
@@ -58,8 +58,7 @@ def test_all_of_four_learn_who_was_lost(pool: OverRoad, tmp_path: Path, how: str
 
 
 def _chain(ctx: ParallelContext, where: str, folder: str, known: str) -> str:
-    """Rank 3 raises in a file and ends. The others get its error and go on: rank 2 waits for rank 3 over tp,
-    rank 1 over dp, and rank 0 for rank 1 over tp."""
+    """Rank 3 raises in a file and ends. The others get its error and go on."""
     try:
         _at_files(ctx, "raises", where, folder)
         return "no error"
@@ -68,14 +67,7 @@ def _chain(ctx: ParallelContext, where: str, folder: str, known: str) -> str:
             raise
         if "rank 3: " not in str(e):
             return str(e)
-    try:
-        ctx.comm("tp" if ctx.rank in (0, 2) else "dp").all_reduce(torch.ones(1))
-    except PeerLostError as e:
-        while ctx.rank and not Path(known).exists():  # the rank stays: rank 0 waits for it in vain
-            torch.ones(64, 64) @ torch.ones(64, 64)
-        Path(known).touch()
-        return str(e)
-    return "no error"
+    return waits_in_a_chain(ctx, known)
 
 
 @ON_A_ROAD

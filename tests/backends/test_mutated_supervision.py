@@ -13,17 +13,17 @@ import torch
 import torch.distributed as dist
 from mutants import Mutant, alive
 
-from tpcore.c10d.supervision import flight_recorder, links, rendezvous
+from tpcore.c10d.supervision import rendezvous, status
 from tpcore.c10d.supervision.fingerprints import FingerprintExchange
-from tpcore.c10d.supervision.flight_recorder import (
+from tpcore.c10d.supervision.host import GONE, Links, keep_alive
+from tpcore.c10d.supervision.status import (
     FlightRecorder,
     RankReport,
+    StatusStore,
     Verdict,
     connection_broke,
     timeout_report,
 )
-from tpcore.c10d.supervision.links import Links, keep_alive
-from tpcore.c10d.supervision.status_store import StatusStore
 from tpcore.comm import signature as calls
 from tpcore.errors import CollectiveTimeoutError, PeerLostError
 
@@ -108,8 +108,9 @@ def store() -> None:
     assert second.reports([0, 1]) == {0: RankReport(("x",), at=2.0)}
     assert isinstance(Verdict("timeout", "t").error("d"), CollectiveTimeoutError)
     assert isinstance(Verdict("lost", "t").error("d"), PeerLostError)
-    assert connection_broke(RuntimeError("gloo/transport/tcp"))
-    assert not connection_broke(ValueError("x"))
+    broken = [RuntimeError("[gloo/transport/tcp/pair.cc:547] closed"), dist.DistBackendError("aborted")]
+    others = [ValueError("x"), RuntimeError("shapes do not fit"), PeerLostError("rank 1, at transport/")]
+    assert [connection_broke(error) for error in (*broken, *others)] == [True, True, False, False, False]
 
 
 def hosts() -> None:
@@ -126,7 +127,7 @@ def hosts() -> None:
     known._sockets[2] = near
     far.close()
     assert not known.end(2)
-    assert known.fates == {2: links.GONE}
+    assert known.fates == {2: GONE}
     known._sockets[3] = _Silent()
     assert known.end(3)
     assert "rank 3 is there too" in known.fates[2]
@@ -161,10 +162,10 @@ MUTANTS = [
     Mutant(FingerprintExchange.arrived, "< calls]", "< calls - 1]"),
     Mutant(FingerprintExchange._frame, "tuple(shape), dtype", "dtype"),
     Mutant(FingerprintExchange._frame, "place_of(op, site)", "0"),
-    Mutant(flight_recorder.absent, "< mine", "<= mine"),
-    Mutant(flight_recorder.timeout_report, "queue.append((m, further))", "pass"),
-    Mutant(flight_recorder.timeout_report, "{why}{state(m)}", "{why}"),
-    Mutant(flight_recorder.timeout_report, "if m != waiter and state(m)", "if m == waiter and state(m)"),
+    Mutant(status.absent, "< mine", "<= mine"),
+    Mutant(status.timeout_report, "queue.append((m, further))", "pass"),
+    Mutant(status.timeout_report, "{why}{state(m)}", "{why}"),
+    Mutant(status.timeout_report, "if m != waiter and state(m)", "if m == waiter and state(m)"),
     Mutant(RankReport.pack, "self.stopped", "[]"),
     Mutant(StatusStore._first, 'store.compare_set(key, "", value)', "(store.set(key, value), value.encode())[1]"),
     Mutant(StatusStore.reports, "if data", "if not data"),

@@ -17,7 +17,7 @@ from tpcore.runtime.context import ParallelContext
 from tpcore.trace import TensorParallelModel
 from tpcore.trace.api import _call, _size
 from tpcore.trace.artifact import TraceManifest
-from tpcore.trace.make.tracing import Order, Traced, assembled, trace_in
+from tpcore.trace.make.tracing import Order, Traced, Tracer, assembled
 from tpcore.trace.serve.worker import Rank
 
 VOCABULARY = 30
@@ -112,7 +112,7 @@ def run_ranks_of(
 
 
 def _trace(ctx: ParallelContext, order: Order) -> Traced:
-    return trace_in(ctx, order)
+    return Tracer(order, ctx).trace()
 
 
 def traced_in(

@@ -30,6 +30,7 @@ from tpcore.settings import HUGE_PAGES, changed
 from tpcore.testing import run_ranks
 from tpcore.trace import TensorParallelModel, parallel_model_load, parallel_model_save
 from tpcore.trace.artifact import opened
+from tpcore.trace.serve.model import Turn
 
 NESTED = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
 EXACT = 1e-12  # float64: another order of summation and nothing else
@@ -90,23 +91,6 @@ def test_a_host_holds_once_what_all_ranks_have(artifact: Path, served: TensorPar
         assert differences(model(ids, mask), plain()(ids, mask)) < EXACT
 
 
-def test_outputs_are_the_callers_own(served: TensorParallelModel) -> None:
-    """Whatever it does with them, and however many it holds."""
-    calls = [batch(1 + n % 4, 8 + n) for n in range(6)]
-    want = [plain()(*call) for call in calls]
-    for _ in range(2):
-        got = [served(*call) for call in calls]
-        assert all(differences(a, b) < EXACT for a, b in zip(got, want, strict=True))
-        views = [out["hidden"][0].numpy() for out in got]  # all that is held of them
-        saved = [view.copy() for view in views]
-        del got
-        for call, b in zip(calls, want, strict=True):
-            out = served(*call)
-            assert differences(out, b) < EXACT
-            out["logits"].zero_()
-        assert all((view == before).all() for view, before in zip(views, saved, strict=True))
-
-
 def test_threads_are_served_in_their_order(served: TensorParallelModel) -> None:
     wrong: list[Any] = []
     want = {n: plain()(*batch(n, 8)) for n in range(1, 9)}
@@ -129,9 +113,6 @@ def test_threads_are_served_in_their_order(served: TensorParallelModel) -> None:
     ("call", "error", "message"),
     [
         (lambda m: m(*batch(9, 8)), ValueError, r"no program takes ids \[9, 8\], mask \[9, 8\]; the model was"),
-        (lambda m: m(batch(1, 8)[0].int(), batch(1, 8)[1]), TypeError, "ids is of torch.int32, and the model"),
-        (lambda m: m(batch(1, 8)[0]), TypeError, "missing argument 'mask'"),
-        (lambda m: m(*batch(1, 8), 2.0), TypeError, "'scale' was not given when the model was traced"),
         (lambda m: m(*batch(1, 8), nope=1), TypeError, "unexpected keyword argument 'nope'"),
         (
             lambda m: m(batch(1, 8)[0] + VOCABULARY, batch(1, 8)[1]),
@@ -290,7 +271,8 @@ def test_a_plain_program_that_has_not_the_models_code(artifact: Path, tmp_path: 
     script.write_text(SCRIPT)
     here = tmp_path / "here"
     here.mkdir()
-    (here / "tpcore.py").write_text("raise SystemExit('imported from the directory at hand')")
+    for name in ("tpcore", "runpy", "queue"):
+        (here / f"{name}.py").write_text("raise SystemExit('imported from the directory at hand')")
     ids, _ = batch(1, 8)
     done = subprocess.run(
         [sys.executable, str(script), str(artifact), json.dumps(ids.tolist()), end],
@@ -332,51 +314,20 @@ def refused():
         os.waitpid(child, 0)
     print(torch.equal(model(ids, ids)["logits"], before), flush=True)
 
-def held(how):
-    ids = [torch.full((1, 8), n) for n in range(4)]
-    want = [model(i, i)["hidden"].clone() for i in ids]
-    out = model(ids[0], ids[0])["hidden"]
-    go = os.pipe()
-    if not (child := os.fork()):
-        os.close(go[1])
-        os.read(go[0], 1)
-        print("the child's is as it was:", torch.equal(out, want[0]), flush=True)
-        out.zero_()
-        os._exit(0)
-    view = out[0]
-    del out
-    if how == "given up":
-        del view
-    for n in (1, 2, 3, 1, 2, 3):
-        assert torch.equal(model(ids[n], ids[n])["hidden"], want[n])
-    os.write(go[1], b".")
-    os.waitpid(child, 0)
-    print("the parent's too:", how == "given up" or torch.equal(view, want[0][0]), flush=True)
-    view = None
-    for n in (1, 2, 3):
-        assert torch.equal(model(ids[n], ids[n])["hidden"], want[n])
-    all_ = [model(ids[n], ids[n]) for n in (0, 1, 2, 3)]
-    print("and so are all:", all(torch.equal(all_[n]["hidden"], want[n]) for n in (0, 1, 2, 3)), flush=True)
-
-held("held")
-held("given up")
 refused()
 """
 
 
 @pytest.mark.slow
 def test_forks(artifact: Path, tmp_path: Path) -> None:
-    """One that holds an output has its own, whether the parent holds that or not: neither sees what the other
-    writes, nor what a rank writes later. One that calls the model is refused and changes nothing."""
+    """One that calls the model is refused and changes nothing."""
     script = tmp_path / "forks.py"
     script.write_text(FORKS)
     run = [sys.executable, str(script), str(artifact)]
     done = subprocess.run(run, capture_output=True, text=True, timeout=100, check=True)
     *told, equal = done.stdout.splitlines()
-    kept = ["the child's is as it was: True", "the parent's too: True", "and so are all: True"]
-    assert told[:6] == 2 * kept
-    assert len(told) == 8
-    assert all("of which this one is a fork: load it here again" in line for line in told[6:])
+    assert len(told) == 2
+    assert all("of which this one is a fork: load it here again" in line for line in told)
     assert equal == "True"
 
 
@@ -525,3 +476,46 @@ def test_saving_to_a_link_writes_where_it_leads(served: TensorParallelModel, tmp
     assert sorted(p.name for p in tmp_path.iterdir()) == ["current", "v1"]
     assert (tmp_path / "current").is_symlink()
     assert opened(tmp_path / "v1")
+
+
+def test_turns_are_given_in_the_order_in_which_they_were_asked_for() -> None:
+    turn = Turn()
+    order: list[int] = []
+
+    def take(n: int) -> None:
+        with turn:
+            order.append(n)
+
+    threads = [threading.Thread(target=take, args=(n,)) for n in range(20)]
+    with turn:
+        for n, thread in enumerate(threads):
+            thread.start()
+            while len(turn._waiting) <= n + 1:  # until it is in the queue, behind this one
+                pass
+    for thread in threads:
+        thread.join(60)
+    assert order == list(range(20))
+    with turn:
+        pass
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_a_turn_that_is_interrupted_is_the_next_ones(given: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in the wait, and in the moment in which the turn was given."""
+    turn = Turn()
+
+    def interrupted(predicate: object) -> None:
+        if given:
+            turn.__exit__()  # of the one whose turn it was
+        raise KeyboardInterrupt
+
+    turn.__enter__()
+    with monkeypatch.context() as patch:
+        patch.setattr(turn._changed, "wait_for", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            turn.__enter__()
+    if not given:
+        turn.__exit__()
+    assert not turn._waiting
+    with turn:
+        pass

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tpcore_neuron.replicas.api import close
-from tpcore_neuron.testing import Program, run_replicas
+from tpcore_neuron.testing import Program, close, run_replicas
 from transformers import BertConfig, BertForMaskedLM
 
 import tpcore

@@ -26,14 +26,15 @@ LoadedProgram = Callable[[Sequence[Tensor]], list[Tensor]]
 
 @dataclass(frozen=True)
 class DynamicDim:
-    """A dimension of an input whose size may change between calls, from ``min`` to ``max``, both included.
-
-    Dimensions with the same name have the same size in every call.
-    """
+    """A dimension of an input whose size may change between calls, from ``min`` to ``max``, both included. Dimensions
+    with the same name have the same size in every call."""
 
     name: str
     min: int = 1
     max: int | None = None
+
+    def takes(self, n: int) -> bool:
+        return n >= self.min and (self.max is None or n <= self.max)
 
     def __str__(self) -> str:
         return f"{self.name} (from {self.min}" + (" on)" if self.max is None else f" to {self.max})")
@@ -69,14 +70,8 @@ class Capabilities:
     never only at the first collective: by ``tpcore.init``, and a parameter's dtype by the layer's constructor."""
 
     dtypes: tuple[torch.dtype, ...] = (
-        torch.float64,
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-        torch.int64,
-        torch.int32,
-        torch.uint8,
-        torch.bool,
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+        *(torch.int64, torch.int32, torch.uint8, torch.bool),
     )
     """Dtypes that every primitive takes, sums included."""
     moved: tuple[torch.dtype, ...] = ()
@@ -90,13 +85,13 @@ class Capabilities:
 
     def lack(self) -> str | None:
         """A message about dtypes that tpcore needs and the backend does not declare; None if it has all."""
-        missing = [_name(d) for d in _OWN if d not in self.dtypes]
-        return f"it does not sum {', '.join(missing)}, which tpcore needs" if missing else None
+        missing = ", ".join(_name(d) for d in _OWN if d not in self.dtypes)
+        return f"it does not sum {missing}, which tpcore needs" if missing else None
 
     def sums(self) -> dict[str, frozenset[torch.dtype]]:
         """The dtypes that each reduction takes."""
-        complexes = {d for d in self.moved if d.is_complex}
-        return {"sum": frozenset(self.dtypes) | complexes, "max": frozenset(self.dtypes)}
+        ordered = frozenset(self.dtypes)
+        return {"sum": ordered | {d for d in self.moved if d.is_complex}, "max": ordered}
 
     def misfit(self, sizes: Mapping[str, int]) -> str | None:
         """A message about the first group that this backend cannot form, or None. ``sizes``: by name."""
@@ -193,14 +188,13 @@ class Backend(ABC):
 
     @classmethod
     def memory_of(cls, t: Tensor) -> object:
-        """A key that is equal for tensors that view the same memory in the same way: tied weights, and a
-        weight and its ``detach()``. A checkpoint stores such tensors once."""
+        """A key, equal for tensors that view the same memory in the same way: tied weights, and a weight and its
+        ``detach()``. A checkpoint stores such tensors once."""
         try:
-            memory = t.untyped_storage().data_ptr()
+            memory = t.untyped_storage().data_ptr()  # 0 on lazy devices, and of empty tensors
         except RuntimeError:  # sparse tensors, and devices whose storage Python cannot access
             return id(t)
         view = t.device, t.dtype, t.storage_offset(), t.shape, t.stride(), t.is_conj(), t.is_neg()
-        # lazy devices give no address, and empty tensors have none
         return (memory, view) if memory else id(t)
 
     def stop(self) -> None:
@@ -217,9 +211,8 @@ class Backend(ABC):
     def grouped_matmul(self, x: Tensor, weights: Tensor, ends: Tensor) -> Tensor | None:
         """A fused kernel for layers of experts: rows up to ``ends[i]`` of ``x`` ``[R, K]``, from where those of ``i -
         1`` end, times ``weights[i]`` of ``[E, K, N]``, which may be transposed views -> ``[R, N]``, with gradients of
-        ``x`` and ``weights``. ``ends``: ``[E]`` of int32, whose values are data. What it gives rows behind the last,
-        and their gradients, is not used. None, the default, or for what a kernel does not take: the layers compute as
-        transformers does, whose kernel is torch's ``grouped_mm``."""
+        both. ``ends``: ``[E]`` of int32, whose values are data. Rows behind the last are not used. None, the default,
+        where there is no kernel: the layers use torch's ``grouped_mm``, as transformers does."""
         return None
 
     # -- traced models: methods of a backend that declares ``tracing`` ------------------------------------
@@ -230,8 +223,8 @@ class Backend(ABC):
 
     @classmethod
     def job(cls, folder: Path) -> dict[str, str]:
-        """Environment variables with which the processes of one job on this machine find each other, in
-        addition to RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE. ``folder``: empty, for this job."""
+        """Environment variables, beside those of ranks and sizes, with which the processes of one job on this machine
+        find each other. ``folder``: empty, for this job."""
         raise BackendError(f"{cls.__name__} starts no processes")
 
     def compile_with(self, options: CompilerOptions) -> bool:
@@ -241,19 +234,14 @@ class Backend(ABC):
     def trace(
         self, fn: Function, weights: Mapping[str, Tensor], inputs: Sequence[Tensor], dims: Dims, folder: Path
     ) -> None:
-        """Write ``fn`` as one program for all ranks into ``folder``, which is empty.
-
-        Every rank calls it inside ``tpcore.use``; rank 0 writes. Weights, inputs and the rank become inputs
-        of the program, which contains none of their values. ``dims``: the dynamic dimensions of each input.
-        Raises BackendError on all ranks if they would need different programs.
-        """
+        """Write ``fn`` as one program for all ranks into ``folder``, which is empty. Every rank calls it inside
+        ``tpcore.use``; rank 0 writes. Weights, inputs and the rank become inputs of the program, which contains none
+        of their values. BackendError on all ranks if they would need different programs."""
         raise BackendError(f"{type(self).__name__} traces no models")
 
     def load_program(self, folder: Path, weights: Mapping[str, Tensor]) -> LoadedProgram:
         """Load the program that ``trace`` wrote, to run on this rank. ``weights`` may change in place later.
-
-        Raises BackendError for files that are damaged or would run code of their own.
-        """
+        BackendError for files that are damaged or would run code of their own."""
         raise BackendError(f"{type(self).__name__} runs no traced models")
 
     def get_rng_state(self) -> Tensor:

@@ -45,18 +45,21 @@ def _origin(ep: EntryPoint) -> tuple[str, str]:
     return (ep.dist.name, ep.dist.version) if ep.dist else ("unknown distribution", "?")
 
 
+def _named(ep: EntryPoint) -> str:
+    return f"backend {ep.name!r} of {' '.join(_origin(ep))}"
+
+
 def _load(ep: EntryPoint) -> type[Backend]:
-    where = f"backend {ep.name!r} of {' '.join(_origin(ep))}"
+    where = _named(ep)
     manager = pluggy.PluginManager(PROJECT)
     manager.add_hookspecs(Specs)
     try:
         manager.register(ep.load())
         manager.check_pending()
-        hooked = manager.hook.tpcore_backend.get_hookimpls()
         cls = manager.hook.tpcore_backend()
     except (Exception, SystemExit) as e:  # a module that calls sys.exit must not end the listing
         raise BackendError(f"{where} cannot be loaded: {type(e).__name__}: {e}") from e
-    if not hooked:
+    if not manager.hook.tpcore_backend.get_hookimpls():
         raise BackendError(
             f"{where}: {ep.value} has no hook: define tpcore_backend() there, decorated with tpcore.backend.hookimpl"
         )
@@ -121,28 +124,20 @@ def check_connects(backend: Backend, made: Callable[[], Any]) -> None:
     except TypeError as e:
         if "abstract" not in str(e):
             raise
-        raise BackendError(f"{_named(backend)}: its connect() makes an unfinished Transport: {e}") from e
-
-
-def _named(backend: Backend) -> str:
-    """The backend's name and distribution if it is a plugin's, else its class name."""
-    package = type(backend).__module__.partition(".")[0]
-    for ep in _entry_points():
-        if ep.value.partition(":")[0].partition(".")[0] == package:
-            return f"backend {ep.name!r} of {' '.join(_origin(ep))}"
-    return type(backend).__name__
+        package = type(backend).__module__.partition(".")[0]
+        plugins = (_named(ep) for ep in _entry_points() if ep.value.partition(":")[0].partition(".")[0] == package)
+        who = next(plugins, type(backend).__name__)
+        raise BackendError(f"{who}: its connect() makes an unfinished Transport: {e}") from e
 
 
 def backends() -> list[BackendInfo]:
     """All installed plugins. A broken plugin is listed with its error and does not hide the others."""
     out = []
     for ep in _entry_points():
-        can: dict[str, Any] = {}
-        remark = ""
+        can, remark = dict[str, Any](), ""
         try:
             cls = _load(ep)
-            can = cls.capabilities.to_json()
-            reason = cls.unavailable() or ""
+            can, reason = cls.capabilities.to_json(), cls.unavailable() or ""
             remark = "" if reason else cls.remark()
         except Exception as e:  # noqa: BLE001  a plugin's hook or probe may fail in any way
             reason = str(e) if isinstance(e, BackendError) else f"{type(e).__name__}: {e}"

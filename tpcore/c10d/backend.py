@@ -42,7 +42,6 @@ class C10dBackend(Backend):
     transport_class: ClassVar[type[C10dTransport]] = C10dTransport
     transport: ClassVar[str]
     """The transport's name for ``torch.distributed.init_process_group``."""
-
     library: ClassVar[tuple[str, ...]] = ()
     """Path prefixes of the backend's own files, which call sites in messages skip."""
 
@@ -50,10 +49,8 @@ class C10dBackend(Backend):
         self._given = None if store is None else (store, rank, world)
         self._groups: dict[tuple[Members, ...], Any] = {}
         self._alone_pg: Any = None
-        self._made: list[Any] = []
-        self._connected: list[C10dTransport] = []
-        self._rank, self._world = rank, world
-        self._owns = False
+        self._made, self._connected = list[Any](), list[C10dTransport]()
+        self._rank, self._world, self._owns = rank, world, False
         self._supervisor: Supervisor | None = None
         self._hook: RemovableHandle | None = None
         self.device_meshes: dict[tuple[tuple[str, int], ...], Any] = {}
@@ -79,7 +76,10 @@ class C10dBackend(Backend):
 
     def _start(self) -> tuple[int, int]:
         adopted = dist.is_initialized()
-        store, rank, world = self._job(adopted)
+        if adopted:
+            store, rank, world = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+        else:
+            store, rank, world = self._given or store_of_environment(self._timeout) or (dist.HashStore(), 0, 1)
         self._rank, self._world = rank, world
         if world > 1:
             self._supervisor = Supervisor(store, rank, world, self._timeout, self.library, self.lazy)
@@ -97,13 +97,6 @@ class C10dBackend(Backend):
             self._supervisor.meet("have joined")
             self._hook = register_module_module_registration_hook(refuse_shards_as_replicas)
         return rank, world
-
-    def _job(self, adopted: bool) -> tuple[dist.Store, int, int]:
-        """(store, rank, world size) of the job."""
-        if adopted:
-            store: dist.Store = dist.distributed_c10d._get_default_store()
-            return store, dist.get_rank(), dist.get_world_size()
-        return self._given or store_of_environment(self._timeout) or (dist.HashStore(), 0, 1)
 
     def stop(self) -> None:
         error = sys.exc_info()[1]  # the error that stops this rank, in a with or finally block
@@ -136,7 +129,7 @@ class C10dBackend(Backend):
     def gone(self, rank: int) -> str | None:
         return None if self._supervisor is None else self._supervisor.peers.gone(rank)
 
-    # -- hooks for subclasses -----------------------------------------------------------------------------
+    # -- hooks for subclasses
     @property
     def lazy(self) -> bool:
         """Whether the transport's wait returns at once and makes a device's stream wait."""
@@ -157,7 +150,6 @@ class C10dBackend(Backend):
         """Whether the transport over ``pg`` compares calls itself. All members call it, once for a group."""
         return False
 
-    # -- groups -------------------------------------------------------------------------------------------
     def _connecting(self, members: Sequence[int]) -> AbstractContextManager[None]:
         if self._supervisor is None:
             return self._alone()
@@ -177,12 +169,16 @@ class C10dBackend(Backend):
         return self._over(Group(("user",), (members,)), lambda: process_group)
 
     def _over(self, group: Group, pg: Callable[[], Any]) -> Transport:
-        members, watch = group.members(self._rank), None
-        if group.size > 1:
-            if self._supervisor is None:
-                raise BackendError(f"group {members} was made after tpcore.shutdown()")
-            watch = self._supervisor.waiting(pg(), group.axes, members, partial(self._compares, pg()))
-        return self._made_over(group, pg, watch)
+        return self._made_over(group, pg, self._watch(group, pg()) if group.size > 1 else None)
+
+    def _watch(self, group: Group, pg: Any) -> Waiting:
+        members = group.members(self._rank)
+        return self._supervising(members).waiting(pg, group.axes, members, partial(self._compares, pg))
+
+    def _supervising(self, members: Members) -> Supervisor:
+        if self._supervisor is None:
+            raise BackendError(f"group {members} was made after tpcore.shutdown()")
+        return self._supervisor
 
     def _made_over(self, group: Group, pg: Callable[[], Any], watch: Waiting | None) -> Transport:
         made = self.transport_class(group, self._rank, pg, self.device(), watch)
@@ -192,13 +188,12 @@ class C10dBackend(Backend):
     def _group(self, group: Group) -> Any:
         """The process group for this rank's part of ``group``. All ranks make all parts in the same order."""
         members, number = group.members(self._rank), len(self._groups)
-        if self._supervisor is None:
-            raise BackendError(f"group {members} was made after tpcore.shutdown()")
-        self._supervisor.agree_on_group(number, group.partition)
+        supervisor = self._supervising(members)
+        supervisor.agree_on_group(number, group.partition)
         with self._connecting(members):
             pg = self._joined(group)
-        self._supervisor.waiting(pg, group.axes, members, partial(self._compares, pg))
-        self._supervisor.meet(f"have made group {number}")
+        self._watch(group, pg)
+        supervisor.meet(f"have made group {number}")
         return pg
 
     def _joined(self, group: Group) -> Any:
@@ -215,10 +210,8 @@ class C10dBackend(Backend):
         options: dict[str, Any] = {}
         if list(ranks) != sorted(ranks):
             if "sort_ranks" not in signature(dist.new_group).parameters:
-                raise BackendError(
-                    f"the groups over {group.axes} have ranks in the order {ranks}, and torch "
-                    f"{torch.__version__} sorts them: name the axes in the mesh's order, or use a later torch"
-                )
+                text = f"the groups over {group.axes} have ranks in the order {ranks}, and torch {torch.__version__}"
+                raise BackendError(f"{text} sorts them: name the axes in the mesh's order, or use a later torch")
             options = {"sort_ranks": False}
         return dist.new_group(list(ranks), self._seconds, self.transport, **options)
 
@@ -247,12 +240,11 @@ def refuse_shards_as_replicas(owner: nn.Module, name: str, module: Any) -> None:
     if not isinstance(owner, DistributedDataParallel) or name != "module":
         return
     # DDP's constructor has chosen the group when it registers the model, and has sent nothing yet
-    ranks = dist.get_process_group_ranks(owner.process_group)
+    ranks, me = dist.get_process_group_ranks(owner.process_group), dist.get_rank()
     for parameter_name, parameter in module.named_parameters():
         mark = getattr(parameter, "tpcore_sharding", None)  # of layers, which are above this room
-        unlike = [r for r in ranks if not _same_part(mark, r)] if hasattr(mark, "layout") else []
+        unlike = [r for r in ranks if not _same_part(mark, me, r)] if hasattr(mark, "layout") else []
         if unlike:
-            me = dist.get_rank()
             raise ValueError(
                 f"DistributedDataParallel over ranks {ranks}, which hold different parts of "
                 f"{parameter_name!r}: rank {unlike[0]} has another part than rank {me}, and would lose it. "
@@ -261,9 +253,9 @@ def refuse_shards_as_replicas(owner: nn.Module, name: str, module: Any) -> None:
             )
 
 
-def _same_part(found: Any, other: int) -> bool:
-    """Whether rank ``other`` of the job has the same entries as this rank."""
-    ctx, me = found.ctx, dist.get_rank()
+def _same_part(found: Any, me: int, other: int) -> bool:
+    """Whether ranks ``me`` and ``other`` of the job have the same entries."""
+    ctx = found.ctx
     if ctx.mesh.size != dist.get_world_size():  # cut over a group of no mesh axes: ParallelContext.over
         members = ctx.world.group.members(me)
         return other == me or other not in members

@@ -15,17 +15,16 @@ from ..layout.mesh import Group
 from .supervision.waiting import Waiting
 
 
-def _options(made: Any, **fields: Any) -> Any:
-    for name, value in fields.items():
-        setattr(made, name, value)
+def _options(made: Any, name: str, value: Any) -> Any:
+    setattr(made, name, value)
     return made
 
 
-_SUM = dist.ReduceOp.SUM
-REDUCE = {
-    "sum": _options(dist.AllreduceOptions(), reduceOp=_SUM),
-    "max": _options(dist.AllreduceOptions(), reduceOp=dist.ReduceOp.MAX),
+_REDUCE = {
+    "sum": _options(dist.AllreduceOptions(), "reduceOp", dist.ReduceOp.SUM),
+    "max": _options(dist.AllreduceOptions(), "reduceOp", dist.ReduceOp.MAX),
 }
+_SCATTER = _options(dist.ReduceScatterOptions(), "reduceOp", dist.ReduceOp.SUM)
 _ALL_TO_ALL = dist.AllToAllOptions()
 # bool is native, but the sum of two bools would be a byte of 2, which no other torch operator expects
 _STAND_IN = {torch.bool: torch.uint8, torch.int16: torch.int32}
@@ -66,20 +65,18 @@ class C10dTransport(Transport):
         if self._watch is not None:
             self._watch.enter(PRIMITIVES[primitive].describe(*arguments), x)
 
-    # -- the primitives -----------------------------------------------------------------------------------
     def all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
         return self.start_all_reduce(x, op, donate)()
 
     def start_all_reduce(self, x: Tensor, op: Op, donate: bool) -> Pending:
         if op == "max" and x.is_floating_point():
             return self._started_maximum(x)
-        dtype, wide = x.dtype, x
-        if dtype not in self.native:
-            wide = x.to(_STAND_IN.get(dtype, dtype))
+        dtype = x.dtype
+        wide = x if dtype in self.native else x.to(_STAND_IN.get(dtype, dtype))
         self._enter("all_reduce", x, op)
         out = wide if (donate or wide is not x) and wide.is_contiguous() else copied(wide)
         # the sum of bools is "any", and so is their maximum
-        done = self._pending(self._calls.allreduce([out], REDUCE["max" if dtype is torch.bool else op]), out)
+        done = self._pending(self._calls.allreduce([out], _REDUCE["max" if dtype is torch.bool else op]), out)
         return done if wide is x else lambda: done().to(dtype)
 
     def _started_maximum(self, x: Tensor) -> Pending:
@@ -97,8 +94,7 @@ class C10dTransport(Transport):
         self.finish(self._calls._allgather_base(self._wire(out), self._wire(x)))
         if dim == 0:
             return out
-        shape = (*x.shape[:dim], self.size * x.shape[dim], *x.shape[dim + 1 :])
-        return out.view(self.size, *x.shape).movedim(0, dim).contiguous().view(shape)
+        return out.view(self.size, *x.shape).movedim(0, dim).flatten(dim, dim + 1).contiguous()
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
         return self._started_scatter(self._chunks(x, dim), x, dim)()
@@ -115,14 +111,12 @@ class C10dTransport(Transport):
         self._enter("reduce_scatter", x, dim)
         out = torch.empty_like(sent[0])
         # flat: some transports divide only dim 0, others compare shapes
-        options = _options(dist.ReduceScatterOptions(), reduceOp=_SUM)
-        return self._pending(self._calls._reduce_scatter_base(out.view(-1), sent.view(-1), options), out)
+        return self._pending(self._calls._reduce_scatter_base(out.view(-1), sent.view(-1), _SCATTER), out)
 
     def broadcast(self, x: Tensor, src: int) -> Tensor:
         self._enter("broadcast", x, src)
         out = copied(x) if src == self.index else x.new_empty(x.shape)
-        options = _options(dist.BroadcastOptions(), rootRank=src)
-        self.finish(self._calls.broadcast([self._wire(out)], options))
+        self.finish(self._calls.broadcast([self._wire(out)], _options(dist.BroadcastOptions(), "rootRank", src)))
         return out
 
     def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Tensor:

@@ -16,7 +16,7 @@ import typer
 
 from ..c10d.supervision.rendezvous import host_store
 from ..errors import described, extra
-from ..processes.spawn import Processes, serving_environment
+from ..processes.launch import Processes, serving_environment
 
 _RANK = "tpcore.integrations.serving.rank"
 _GRACE = 4.0  # seconds for the first rank to answer open requests after another one was lost

@@ -1,22 +1,40 @@
-"""Starting the ranks of a job from Python, on this host."""
+"""Starts and ends the ranks of a job on this host. Each is a fresh interpreter that runs one module; this one runs a
+function of ``launch``, with file descriptors as arguments: LIFELINE CALL RESULT."""
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from types import FrameType
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
+from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
 from .. import settings
-from .shared_memory import nameless_file, read_file, write_file
-from .spawn import Processes, rank_environment
-from .transfer import Outcome, death, pack_call, root_cause, unpack_outcome
+from ..log import log
+from ..runtime.memory import keep_freed_memory
+from .transfer import (
+    Outcome,
+    death,
+    nameless_file,
+    outcome_of,
+    pack_call,
+    pack_outcome,
+    read_file,
+    root_cause,
+    unpack_call,
+    unpack_outcome,
+    write_file,
+)
 
 T = TypeVar("T")
 
+_POLL = 0.02  # seconds between polls of running processes
 _GRACE = 2.0  # seconds for the other ranks to fail and report their errors, after the first failure
 _PATIENCE = 5.0  # seconds for the ranks' SIGTERM handlers
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -33,15 +51,13 @@ def launch(
 ) -> list[T]:
     """Run ``fn(*args, **kwargs)`` in ``nprocs`` new processes on this machine. Returns results in rank order.
 
-    ``fn`` calls ``tpcore.init(tp=...)`` itself. The processes are fresh interpreters. They inherit only the
-    environment, the import path and the objects that ``fn`` refers to. With cloudpickle, ``fn`` may be
-    defined in a notebook, or in a script without ``if __name__ == "__main__"``.
-
-    ``timeout``: seconds that a collective may wait, as in ``init``. ``env``: variables for the processes.
+    ``fn`` calls ``tpcore.init(tp=...)`` itself. The processes are fresh interpreters with the environment, the import
+    path and the objects that ``fn`` refers to. With cloudpickle, ``fn`` may be defined in a notebook, or in a script
+    without ``if __name__ == "__main__"``. ``timeout``: seconds that a collective may wait, as in ``init``. ``env``:
+    variables for the processes.
 
     If a rank fails, all ranks are ended. The first error that is not the consequence of another rank's is
-    raised here, with its traceback as the cause. A rank that died without an error raises PeerLostError.
-    """
+    raised here, with its traceback as the cause. A rank that died without an error raises PeerLostError."""
     if not callable(fn):
         raise TypeError(f"launch needs a function, not {fn!r}")
     if not isinstance(nprocs, int) or nprocs < 1:
@@ -49,10 +65,8 @@ def launch(
     variables = {settings.THREADS.name: settings.THREADS.text() or str(settings.THREADS.default)}
     if timeout is not None:
         variables[settings.TIMEOUT.name] = str(float(timeout))
-    call = pack_call(fn, tuple(args), dict(kwargs or {}))
-    outcomes = _run(call, nprocs, variables | dict(env or {}))
-    error = root_cause(outcomes)
-    if error is not None:
+    outcomes = _run(pack_call(fn, tuple(args), dict(kwargs or {})), nprocs, variables | dict(env or {}))
+    if (error := root_cause(outcomes)) is not None:
         raise error
     return [outcome.value for outcome in outcomes]
 
@@ -68,12 +82,14 @@ def _run(call: bytes, nprocs: int, variables: Mapping[str, str]) -> list[Outcome
         store, job = host_store()
         with _signals_raise():
             for rank, result in enumerate(files[1:]):
-                environment = rank_environment(rank, nprocs, job) | dict(variables)
-                fds = files[0], result
-                processes.start("tpcore.processes.child", fds, environment=environment, fds=fds)
+                environment, fds = rank_environment(rank, nprocs, job) | dict(variables), (files[0], result)
+                processes.start(__name__, fds, environment=environment, fds=fds)
             codes = processes.join(_GRACE, _PATIENCE)
         del store  # the ranks use it until they end
-        return [_outcome(rank, read_file(files[1 + rank]), code) for rank, code in enumerate(codes)]
+        packed = map(read_file, files[1:])
+        # no code: this process ended it because another rank failed
+        left = (Outcome() if code is None else Outcome(error=death(rank, code)) for rank, code in enumerate(codes))
+        return [unpack_outcome(data) if data else other for data, other in zip(packed, left, strict=True)]
     except BaseException:
         processes.send(signal.SIGTERM)
         raise
@@ -81,13 +97,6 @@ def _run(call: bytes, nprocs: int, variables: Mapping[str, str]) -> list[Outcome
         processes.close(_PATIENCE)
         for fd in files:
             os.close(fd)
-
-
-def _outcome(rank: int, packed: bytes, code: int | None) -> Outcome:
-    if packed:
-        return unpack_outcome(packed)
-    # None: this process ended it because another rank failed
-    return Outcome() if code is None else Outcome(error=death(rank, code))
 
 
 @contextmanager
@@ -108,3 +117,121 @@ def _signals_raise() -> Iterator[None]:
     finally:
         for s in replaced:
             signal.signal(s, signal.SIG_DFL)
+
+
+def _log(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
+    """Log one line. The caller of ``launch`` gets the root cause with its traceback."""
+    log.error("rank %d: %s: %s", settings.RANK.get(), kind.__name__, error)
+
+
+def _rank(lifeline: int, call: int, result: int) -> None:
+    def run() -> Any:
+        fn, args, kwargs = unpack_call(read_file(call))
+        return fn(*args, **kwargs)
+
+    follow(lifeline)
+    keep_freed_memory()
+    rank = settings.RANK.get()
+    sys.excepthook = _log  # a backend's own hook, which informs the other ranks, calls this one
+    outcome = outcome_of(run)
+    error = outcome.error
+    if isinstance(error, SystemExit):
+        exited = RuntimeError(f"rank {rank} called sys.exit({error.code!r})")
+        outcome = Outcome(None, None if error.code in (0, None) else exited, outcome.at)
+    write_file(result, pack_outcome(outcome, rank))
+    if error is not None:
+        raise error
+
+
+class Processes:
+    """Processes started with ``start``. Those still running end at ``close``, or with this process."""
+
+    def __init__(self) -> None:
+        self.all: list[subprocess.Popen[bytes]] = []
+        # a child inherits neither, unless pass_fds names it; nobody writes, so a read ends when this process does
+        self._lifeline, self._owned = os.pipe()
+
+    def start(
+        self,
+        module: str,
+        arguments: Sequence[object] = (),
+        *,
+        environment: Mapping[str, str],
+        fds: Sequence[int] = (),
+        log: Path | None = None,
+    ) -> subprocess.Popen[bytes]:
+        """Start ``python -m module LIFELINE arguments`` with ``fds`` open, which first calls ``follow(LIFELINE)``.
+        ``log``: a file for its output; None for this process's output."""
+        path = [p or os.getcwd() for p in sys.path]  # which a file in the working directory cannot shadow
+        run = f"import runpy; runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
+        code = f"import sys; sys.path[:] = {path!r}; {run}"
+        with nullcontext() if log is None else log.open("wb") as out:
+            process = subprocess.Popen(
+                [sys.executable, "-c", code, str(self._lifeline), *map(str, arguments)],
+                env=dict(environment),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=None if out is None else subprocess.STDOUT,
+                pass_fds=(self._lifeline, *fds),
+                start_new_session=True,  # Ctrl-C in a terminal reaches the owner only
+            )
+        self.all.append(process)
+        return process
+
+    def join(self, grace: float, patience: float) -> list[int | None]:
+        """Wait for all processes. After one failed, the others get ``grace`` seconds to fail by themselves
+        and are then ended. Returns the exit codes, None for a process that was ended."""
+        while all(p.poll() in (None, 0) for p in self.all):
+            if all(p.poll() == 0 for p in self.all):
+                return [0] * len(self.all)
+            time.sleep(_POLL)
+        self._wait(grace)
+        codes = [p.poll() for p in self.all]
+        self.send(signal.SIGTERM)
+        self._wait(patience)  # for their SIGTERM handlers; a stopped process runs none
+        return codes
+
+    def send(self, number: int) -> None:
+        for process in self.all:
+            with suppress(ProcessLookupError):
+                process.send_signal(number)
+
+    def close(self, patience: float = 0.0) -> None:
+        """Wait ``patience`` seconds for all to end. Kill the others and wait for their end."""
+        self._wait(patience)
+        for process in self.all:
+            process.kill()
+            process.wait()
+        os.close(self._owned)
+        os.close(self._lifeline)
+
+    def _wait(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        for process in self.all:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+
+
+def rank_environment(rank: int, size: int, job: Mapping[str, str]) -> dict[str, str]:
+    """The environment of rank ``rank`` of ``size`` on this host. ``job``: variables for the rendezvous."""
+    return settings.inherited() | settings.of_rank(rank, size) | dict(job)
+
+
+def serving_environment(rank: int, size: int, job: Mapping[str, str]) -> dict[str, str]:
+    """``rank_environment``; by default the host's cores are divided among the ranks, and tensors are in huge pages."""
+    threads = max(1, len(os.sched_getaffinity(0)) // size)
+    return {settings.THREADS.name: str(threads), settings.HUGE_PAGES.name: "1"} | rank_environment(rank, size, job)
+
+
+def follow(fd: int) -> None:
+    """End this process when the owner of the lifeline ends, for whatever reason."""
+
+    def end() -> None:
+        os.read(fd, 1)
+        os._exit(1)
+
+    threading.Thread(target=end, name="tpcore lifeline", daemon=True).start()
+
+
+if __name__ == "__main__":
+    _rank(*map(int, sys.argv[1:]))

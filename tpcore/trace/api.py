@@ -38,19 +38,17 @@ def parallel_model_trace(
 
     ``func``, which may be a closure, is called in each process, after ``tpcore.init``. It returns the model with
     loaded weights, or ``(model, aliases)``. ``aliases`` maps parameters and buffers to positions of outputs: such an
-    output is not returned, but becomes the value of the parameter or buffer for the next call (a key-value cache, for
-    example). Options of a compiler: ``tpcore.current().backend.compile_with`` in ``func``.
+    output is not returned, but becomes the value of the parameter or buffer for the next call, as of a key-value cache.
+    Options of a compiler: ``tpcore.current().backend.compile_with`` in ``func``.
 
     ``inputs``: a tensor, a tuple or list of arguments, or a dict of keyword arguments. Numbers and strings among them
-    are fixed in the program. Other shapes: ``dynamic_shapes`` names the dimensions that may change, as in
-    ``torch.export``, for each argument a dict from dimension to ``torch.export.Dim`` or to a name; or
-    ``bucket_inputs`` are examples of other sizes: a call is padded with ``pad_value`` (one value, or one per argument)
-    to the smallest bucket that it fits, and the outputs are cut back. The model must then ignore padding, by an
-    attention mask for instance. ``backend``: as in ``tpcore.init``.
+    are fixed in the program. Other shapes: ``dynamic_shapes`` has, as in ``torch.export``, for each argument a dict
+    from dimension to ``torch.export.Dim`` or to a name; or ``bucket_inputs`` are examples of other sizes: a call is
+    padded with ``pad_value`` (one value, or one per argument) to the smallest bucket that it fits, and the outputs are
+    cut back. The model must then ignore padding. ``backend``: as in ``tpcore.init``.
 
     An error of a process is raised here, with its traceback. ValueError if the machine cannot hold that
-    many ranks, BackendError if the ranks would need different programs or the program computes wrong outputs.
-    """
+    many ranks, BackendError if the ranks would need different programs or the program computes wrong outputs."""
     if dynamic_shapes is not None and bucket_inputs is not None:
         raise ValueError("dynamic_shapes and bucket_inputs are alternatives: give one")
     name = choose_backend(backend)
@@ -81,8 +79,12 @@ def parallel_model_save(model: TensorParallelModel, save_dir: StrPath) -> None:
     try:
         where = Path(staging.path)
         for name in model.manifest.files:
-            source = model.weights_folder if name.startswith("tp_rank_") else model.folder
-            _copy(source / name, where / name)
+            source = (model.weights_folder if name.startswith("tp_rank_") else model.folder) / name
+            make_dirs(str((where / name).parent))
+            if not source.is_file():
+                raise CheckpointError(f"{source} is gone; the model was closed, or its directory removed")
+            with naming("write", str(where / name)):  # hard links where they can be: nobody changes the files in place
+                link(str(source), str(where / name))
         write_file(str(where / MANIFEST), [model.manifest.to_json()])
         for folder in {path.parent for path in where.rglob("*")}:
             sync_dir(str(folder))
@@ -101,8 +103,7 @@ def parallel_model_load(
     ``verify``: compare the checksums of weights as well as those of programs, which reads all of them.
 
     A program is code: load only files that you trust. CheckpointError for files that are missing, damaged, or
-    of another version. ValueError if the machine cannot hold that many ranks.
-    """
+    of another version. ValueError if the machine cannot hold that many ranks."""
     folder = Path(load_dir).absolute()
     manifest = opened(folder, verify=verify)
     _check_degree(manifest.tp, manifest.backend)
@@ -113,10 +114,8 @@ def _check_degree(tp: Any, backend: str) -> None:
     if not isinstance(tp, int) or isinstance(tp, bool) or tp < 1:
         raise ValueError(f"tp_degree must be a whole number of ranks, 1 or more, not {tp!r}")
     cls = backend_class(backend)
-    why = cls.unavailable()
-    if why is None and not cls.capabilities.tracing:
-        why = f"it traces no models with torch {torch.__version__}"
-    if why is not None:
+    untraced = None if cls.capabilities.tracing else f"it traces no models with torch {torch.__version__}"
+    if why := cls.unavailable() or untraced:
         raise BackendError(f"backend {backend!r} cannot run traced models here: {why}")
     most = cls.most_ranks()
     if most is not None and tp > most:
@@ -124,23 +123,12 @@ def _check_degree(tp: Any, backend: str) -> None:
 
 
 def _call(inputs: Any) -> Call:
-    if isinstance(inputs, Tensor):
-        return (inputs,), {}
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
-    if isinstance(inputs, tuple | list):
-        return tuple(inputs), {}
+    if isinstance(inputs, Tensor | tuple | list):
+        return (inputs,) if isinstance(inputs, Tensor) else tuple(inputs), {}
     raise TypeError(f"inputs must be a tensor, a tuple, a list or a dict, not a {type(inputs).__name__}")
 
 
 def _size(call: Call) -> int:
     return sum(t.numel() for t in (*call[0], *call[1].values()) if isinstance(t, Tensor))
-
-
-def _copy(source: Path, target: Path) -> None:
-    """Hard link if both are on one file system, else copy. The files are never changed in place."""
-    make_dirs(str(target.parent))
-    if not source.is_file():
-        raise CheckpointError(f"{source} is gone; the model was closed, or its directory removed")
-    with naming("write", str(target)):
-        link(str(source), str(target))

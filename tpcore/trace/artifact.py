@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from safetensors.torch import load_file
@@ -19,8 +19,7 @@ from ..checkpoint.storage.tensorfile import TensorFile, dtype_name, dtype_of, wr
 from ..checkpoint.write.snapshot import StateTensor
 from ..errors import CheckpointError
 from ..layout.shard import ShardSpec
-from .inputs import Inputs, Shape
-from .structure import Form
+from .inputs import Form, Inputs, Shape
 
 FORMAT = "tpcore.trace"
 VERSION = 1
@@ -35,8 +34,7 @@ class TracedFile(NamedTuple):
     checksum: str
 
 
-@dataclass(frozen=True)
-class Weight:
+class Weight(NamedTuple):
     """``others``: further names of the tensor, if tied. ``saved``: whether the model's state_dict has it."""
 
     spec: ShardSpec
@@ -45,8 +43,7 @@ class Weight:
     saved: bool = True
 
 
-@dataclass(frozen=True)
-class OutputSpec:
+class OutputSpec(NamedTuple):
     """``shapes``: sizes and names of dims, with the inputs' names for dims that a bucket pads. ``state``: the
     program returns further outputs after those of ``form``, which become these weights for the next call."""
 
@@ -75,30 +72,19 @@ class TraceManifest:
         return max(1, len(self.inputs.buckets))
 
     def to_json(self) -> bytes:
-        weights = {
-            name: w.spec.to_json() | {"dtype": dtype_name(w.dtype), "others": list(w.others), "saved": w.saved}
-            for name, w in self.weights.items()
-        }
-        return dumps(
-            {
-                "format": FORMAT,
-                "version": VERSION,
-                "save_id": self.save_id,
-                "backend": self.backend,
-                "tp": self.tp,
-                "inputs": self.inputs.to_json(),
-                "pad_value": dict(self.pad_value),
-                "outputs": {
-                    "form": self.outputs.form,
-                    "shapes": [list(s) for s in self.outputs.shapes],
-                    "state": list(self.outputs.state),
-                },
-                "weights": weights,
-                "files": {p: {"bytes": f.size, "checksum": f.checksum} for p, f in sorted(self.files.items())},
-                "written_by": dict(self.written_by),
+        head = {"format": FORMAT, "version": VERSION, "save_id": self.save_id, "backend": self.backend, "tp": self.tp}
+        model = {
+            "inputs": self.inputs.to_json(),
+            "pad_value": self.pad_value,
+            "outputs": self.outputs._asdict(),
+            "weights": {
+                name: w.spec.to_json() | {"dtype": dtype_name(w.dtype), "others": w.others, "saved": w.saved}
+                for name, w in self.weights.items()
             },
-            indent=1,
-        )
+            "files": {p: {"bytes": f.size, "checksum": f.checksum} for p, f in sorted(self.files.items())},
+            "written_by": self.written_by,
+        }
+        return dumps(head | model, indent=1)
 
     @classmethod
     def from_json(cls, data: bytes, path: str) -> TraceManifest:
@@ -112,10 +98,12 @@ class TraceManifest:
                 "use the tpcore that wrote it, or trace the model again"
             )
         with damage(path):
+            if (tp := typed(int, top["tp"])) < 1:
+                raise ValueError(f"tp={tp}, and a model has 1 rank or more")
             out = top["outputs"]
             return cls(
                 str(top["backend"]),
-                _degree(top["tp"]),
+                tp,
                 Inputs.from_json(top["inputs"]),
                 OutputSpec(out["form"], tuple(tuple(s) for s in out["shapes"]), tuple(out["state"])),
                 dict(top["pad_value"]),
@@ -129,18 +117,10 @@ class TraceManifest:
             )
 
 
-def _degree(tp: Any) -> int:
-    if typed(int, tp) < 1:
-        raise ValueError(f"tp={tp}, and a model has 1 rank or more")
-    return int(tp)
-
-
 def write_weights(folder: Path, rank: int, weights: Mapping[str, Tensor], save_id: str) -> TracedFile:
-    path = weights_file(folder, rank)
+    path, metadata = weights_file(folder, rank), {"format": "pt", "save_id": save_id, "rank": rank_dir(rank)}
     path.parent.mkdir()
-    held = {name: StateTensor(t) for name, t in weights.items()}
-    metadata = {"format": "pt", "save_id": save_id, "rank": rank_dir(rank)}
-    record, _ = write_tensors(str(path), held, metadata)
+    record, _ = write_tensors(str(path), {name: StateTensor(t) for name, t in weights.items()}, metadata)
     return TracedFile(record.size, f"crc32:{record.crc32}")
 
 
@@ -184,53 +164,43 @@ def record_of(path: Path) -> TracedFile:
 
 
 def opened(folder: Path, *, verify: bool = False) -> TraceManifest:
-    """The manifest of a traced model, after a check that all its files are present, whole and its own.
-
-    Checksums of programs are always compared, because a program is code. Those of weights are compared if
-    ``verify``, which reads all of them. CheckpointError names the file and its fault.
-    """
+    """The manifest of a traced model, after a check that all its files are present, whole and its own. Checksums of
+    programs are always compared, because a program is code; those of weights if ``verify``, which reads all of them.
+    CheckpointError names the file and its fault."""
     path = folder / MANIFEST
     if not path.is_file():
-        raise CheckpointError(
-            f"{folder} is not a traced model: it has no {MANIFEST}; "
-            "parallel_model_trace makes one and parallel_model_save writes it"
-        )
+        makes = "parallel_model_trace makes one and parallel_model_save writes it"
+        raise CheckpointError(f"{folder} is not a traced model: it has no {MANIFEST}; {makes}")
     manifest = TraceManifest.from_json(read_file(str(path)), str(path))
     for rank in range(manifest.tp):
-        if str(weights_file(Path(), rank)) not in manifest.files or not weights_file(folder, rank).is_file():
-            raise CheckpointError(
-                f"{folder}: {rank_dir(rank)}/{WEIGHTS} is missing, and tp={manifest.tp} needs one per rank"
-            )
+        name = f"{rank_dir(rank)}/{WEIGHTS}"
+        if name not in manifest.files or not (folder / name).is_file():
+            raise CheckpointError(f"{folder}: {name} is missing, and tp={manifest.tp} needs one per rank")
     for name, record in manifest.files.items():
-        _check_file(folder, name, record, verify)
-    for rank in range(manifest.tp if manifest.save_id else 0):
-        _check_owner(weights_file(folder, rank), manifest.save_id)
+        _check_file(folder, name, record, manifest.save_id, verify)
     return manifest
 
 
-def _check_file(folder: Path, name: str, record: TracedFile, verify: bool) -> None:
+def _check_file(folder: Path, name: str, record: TracedFile, save_id: str, verify: bool) -> None:
     if os.path.isabs(name) or ".." in name.split("/"):
         raise CheckpointError(f"{folder / MANIFEST} names {name!r}, which is not a file in {folder}")
     path = folder / name
     if not path.is_file():
         raise CheckpointError(f"{path} is missing; {MANIFEST} names it")
-    size = path.stat().st_size
+    size, wanted = path.stat().st_size, (path.parent.name, save_id)
+    found: tuple[str | None, str | None] = wanted
     if size != record.size:
         raise CheckpointError(f"{path} is damaged: it has {size} bytes and was written with {record.size}")
     if name.endswith(".safetensors"):
-        TensorFile(str(path)).close()  # before the checksum: a damaged header needs no more bytes
+        file = TensorFile(str(path))  # before the checksum: a damaged header needs no more bytes
+        file.close()
+        if save_id and path.name == WEIGHTS:  # of another rank or save only the header differs, not size and tensors
+            found = file.metadata.get("rank"), file.metadata.get("save_id")
     elif name.endswith(".json") and size > LARGEST:
         raise CheckpointError(f"{path} is damaged: it has {size} bytes, more than the limit of {LARGEST}")
     if (verify or name.startswith(PROGRAMS)) and record_of(path) != record:
         raise CheckpointError(f"{path} is not the file that was written: its checksum differs")
-
-
-def _check_owner(path: Path, save_id: str) -> None:
-    """CheckpointError for the file of another rank or save. Only its header differs, not size and tensors."""
-    file = TensorFile(str(path))
-    file.close()
-    found = (file.metadata.get("rank"), file.metadata.get("save_id"))
-    if found != (path.parent.name, save_id):
+    if found != wanted:
         raise CheckpointError(
             f"{path} is of {found[0]!r} in save {found[1]!r}, and here belongs {path.parent.name!r} of save "
             f"{save_id!r}: files of several ranks or saves were mixed up"

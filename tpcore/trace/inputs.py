@@ -1,11 +1,16 @@
-"""The calls that a traced model accepts: its arguments, their dtypes, and the shapes that have a program."""
+"""The calls that a traced model accepts: its arguments, their dtypes, and the shapes that have a program.
+
+A nested value with tensors is a list of tensors and a form, which JSON can represent: ``{"tensor": i}``,
+``{"value": v}``, ``{"tuple": [...]}``, ``{"list": [...]}``, ``{"dict": [[key, form], ...]}``, or ``{"output": [[key,
+form], ...]}`` for a dict with attribute access."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cached_property, partial
 from inspect import Parameter, Signature
 from typing import Any, NoReturn
 
@@ -14,20 +19,120 @@ from torch import Tensor
 
 from ..backend.interface import DynamicDim
 from ..checkpoint.storage.tensorfile import dtype_name, dtype_of
-from .structure import Form, match, names_of, take_apart
 
+Form = dict[str, Any]
 Shape = tuple[int | str, ...]
 """Sizes of fixed dims and names of dynamic dims."""
 _OPEN = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
-_KINDS = (*_OPEN, Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+_NAMED = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+
+
+class ModelOutput(OrderedDict[str, Any]):
+    """A dict with attribute access and access by position, like the model outputs of transformers."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self:
+            return self[name]
+        raise AttributeError(f"this output has no {name!r}; it has {list(self)}")
+
+    def __getitem__(self, key: Any) -> Any:
+        return super().__getitem__(key) if isinstance(key, str) else self.to_tuple()[key]
+
+    def to_tuple(self) -> tuple[Any, ...]:
+        return tuple(self.values())
+
+
+_KINDS: dict[str, Callable[[Iterable[Any]], Any]] = {"tuple": tuple, "list": list, "dict": dict, "output": ModelOutput}
+
+
+def take_apart(value: Any, where: str) -> tuple[list[Tensor], Form]:
+    """The tensors of ``value`` in order, and its form. TypeError for unsupported types."""
+    leaves: list[Tensor] = []
+    return leaves, _form(value, where, leaves)
+
+
+def _form(value: Any, where: str, leaves: list[Tensor]) -> Form:
+    if isinstance(value, Tensor):
+        leaves.append(value)
+        return {"tensor": len(leaves) - 1}
+    if value is None or isinstance(value, bool | int | float | str):
+        return {"value": value}
+    if is_dataclass(value) and not isinstance(value, type | Mapping):
+        return {"output": _entries({f.name: getattr(value, f.name) for f in fields(value)}, where, leaves)}
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):  # a namedtuple
+        return {"output": _entries(value._asdict(), where, leaves)}
+    if isinstance(value, Mapping):
+        return {"output" if hasattr(value, "to_tuple") else "dict": _entries(value, where, leaves)}
+    if isinstance(value, tuple | list):
+        every = [_form(v, f"{where}[{i}]", leaves) for i, v in enumerate(value)]
+        return {"tuple" if isinstance(value, tuple) else "list": every}
+    raise TypeError(
+        f"{where} is a {type(value).__name__}; a traced model takes and returns tensors, numbers, strings, "
+        "None, and tuples, lists and dicts of these"
+    )
+
+
+def _entries(value: Mapping[Any, Any], where: str, leaves: list[Tensor]) -> list[list[Any]]:
+    for key in value:
+        if not isinstance(key, str):
+            raise TypeError(f"{where} has the key {key!r}: the keys of a traced model's dicts are strings")
+    return [[key, _form(v, f"{where}[{key!r}]", leaves)] for key, v in value.items()]
+
+
+def put_together(form: Form, leaves: Sequence[Any]) -> Any:
+    """The inverse of ``take_apart``."""
+    ((kind, inner),) = form.items()
+    if kind == "tensor":
+        return leaves[inner]
+    if kind == "value":
+        return inner
+    if kind in ("tuple", "list"):
+        return _KINDS[kind](put_together(f, leaves) for f in inner)
+    return _KINDS[kind]((key, put_together(f, leaves)) for key, f in inner)
+
+
+def names_of(form: Form, where: str = "") -> list[str]:
+    """A name for each tensor: ``input_ids``, ``states[0]``, ``batch['mask']``."""
+    ((kind, inner),) = form.items()
+    if kind == "tensor":
+        return [where]
+    if kind == "value":
+        return []
+    parts = enumerate(inner) if kind in ("tuple", "list") else inner
+    return [name for key, f in parts for name in names_of(f, f"{where}[{key!r}]" if where else str(key))]
+
+
+def match(form: Form, value: Any, where: str) -> list[Tensor]:
+    """The tensors of ``value``. TypeError or ValueError if it does not have the given form."""
+    ((kind, inner),) = form.items()
+    if kind == "tensor":
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{where} must be a tensor, not a {type(value).__name__}")
+        return [value]
+    if kind == "value":
+        if type(value) is not type(inner) or value != inner:
+            raise ValueError(f"{where}={value!r}, and the model was traced with {inner!r}: trace it with this")
+        return []
+    if kind in ("tuple", "list"):
+        if not isinstance(value, tuple | list) or len(value) != len(inner):
+            raise TypeError(f"{where} must be a {kind} of {len(inner)}, as it was traced, not {_kind(value)}")
+        return [t for i, f in enumerate(inner) for t in match(f, value[i], f"{where}[{i}]")]
+    if not isinstance(value, Mapping) or value.keys() != {key for key, _ in inner}:
+        keys = [key for key, _ in inner]
+        raise TypeError(f"{where} must be a dict with the keys {keys}, as it was traced, not {_kind(value)}")
+    return [t for key, f in inner for t in match(f, value[key], f"{where}[{key!r}]")]
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"one with {list(value)}"
+    return f"a {type(value).__name__} of {len(value)}" if isinstance(value, tuple | list) else type(value).__name__
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """The parameters of the traced ``forward``, and the form of the dict of given arguments.
-
-    ``parameters``: name, kind, and default as ``[value]``, or None if JSON cannot represent the default.
-    """
+    """The parameters of the traced ``forward``, and the form of the dict of given arguments. ``parameters``: name,
+    kind, and default as ``[value]``, or None if JSON cannot represent the default."""
 
     parameters: tuple[tuple[str, int, list[Any] | None], ...]
     form: Form
@@ -53,7 +158,7 @@ class Arguments:
 
     @cached_property
     def _signature(self) -> Signature:
-        kinds = {int(kind): kind for kind in _KINDS}
+        kinds = {int(kind): kind for kind in (*_OPEN, *_NAMED)}
         # all parameters are optional here, so that bind() below names the missing one
         made = [Parameter(name, kinds[kind]) for name, kind, _ in self.parameters]
         return Signature([p if p.kind in _OPEN else p.replace(default=None) for p in made])
@@ -67,18 +172,14 @@ class Arguments:
                 leaves += match(form, given[name], name)
             elif "value" not in form:
                 raise TypeError(f"missing argument {name!r}; the model was traced with {self.names}")
-        if len(given) > len(self.form["dict"]) or given.keys() - dict(self.form["dict"]).keys():
-            self._refuse_untraced(given)
-        return leaves
-
-    def _refuse_untraced(self, given: Mapping[str, Any]) -> None:
-        traced = dict(self.form["dict"])
-        for name, _, default in self.parameters:
-            if name in given and name not in traced and [given[name]] != (default or [None]):
+        untraced = given.keys() - dict(self.form["dict"]).keys()
+        for name, _, default in self.parameters if untraced else ():
+            if name in untraced and [given[name]] != (default or [None]):
                 raise TypeError(
                     f"argument {name!r} was not given when the model was traced, with {self.names}; "
                     "trace it with this one as well"
                 )
+        return leaves
 
     def to_json(self) -> dict[str, Any]:
         return {"parameters": [list(p) for p in self.parameters], "form": self.form}
@@ -116,21 +217,20 @@ class Inputs:
                 raise TypeError(f"{name} is a nested tensor: pad it to one size, with a mask")
             if t.dtype != dtype:
                 raise TypeError(f"{name} is of {t.dtype}, and the model was traced with {dtype}: convert it")
-            if t.is_meta or t.layout != torch.strided:
-                what = "on meta, without values" if t.is_meta else f"{t.layout}, and to_dense() is taken"
-                raise TypeError(f"{name} is {what}")
+            if t.is_meta:
+                raise TypeError(f"{name} is on meta, without values")
+            if t.layout != torch.strided:
+                raise TypeError(f"{name} is {t.layout}, and to_dense() is taken")
         sizes: dict[str, int] = {}
         for t, shape in zip(leaves, self.shapes, strict=True):
-            if len(t.shape) != len(shape) or not all(
-                n == m if isinstance(m, int) else self._fits_dim(m, n, sizes)
-                for n, m in zip(t.shape, shape, strict=True)
-            ):
+            if t.ndim != len(shape) or not all(map(partial(self._fits, sizes), t.shape, shape)):
                 self._refuse(leaves)
         return sizes
 
-    def _fits_dim(self, name: str, n: int, sizes: dict[str, int]) -> bool:
-        dim = self.dims[name]
-        return n >= dim.min and (dim.max is None or n <= dim.max) and sizes.setdefault(name, n) == n
+    def _fits(self, sizes: dict[str, int], n: int, m: int | str) -> bool:
+        if isinstance(m, int):
+            return n == m
+        return self.dims[m].takes(n) and sizes.setdefault(m, n) == n
 
     def program(self, sizes: Mapping[str, int], leaves: Sequence[Tensor]) -> int:
         """The number of the smallest program with room for these sizes."""
@@ -153,9 +253,10 @@ class Inputs:
         named = zip(self.arguments.names, leaves, strict=True)
         given = ", ".join(f"{name} {list(t.shape)}" for name, t in named)
         why = f"no program takes {given}; the model was traced for {self}"
-        fixed = [
-            n for n, t, s in zip(self.arguments.names, leaves, self.shapes, strict=True) if _fixed_size_differs(t, s)
-        ]
+        fixed = []
+        for name, t, shape in zip(self.arguments.names, leaves, self.shapes, strict=True):
+            if t.ndim == len(shape) and any(isinstance(m, int) and n != m for n, m in zip(t.shape, shape, strict=True)):
+                fixed.append(name)
         if self.buckets and fixed:
             why += (
                 f". A dim is padded where the examples of the buckets differ in it: for {', '.join(fixed)} "
@@ -189,8 +290,3 @@ class Inputs:
             {name: DynamicDim(name, low, high) for name, (low, high) in data["dims"].items()},
             tuple(data["buckets"]),
         )
-
-
-def _fixed_size_differs(t: Tensor, shape: Shape) -> bool:
-    """Whether ``t`` has another size in a fixed dim of ``shape``."""
-    return t.ndim == len(shape) and any(isinstance(m, int) and n != m for n, m in zip(t.shape, shape, strict=True))

@@ -31,34 +31,24 @@ from .exchange import Exchange
 from .segment import shared
 from .shared_memory import SharedTransport
 
-INTERFACE = Variable(
-    "GLOO_SOCKET_IFNAME",
-    str,
-    "",
-    "a network interface",
-    "The interface of gloo's sockets. Unset: a group of one process uses the loopback interface only.",
-)
-SHM = Variable(
-    "TPCORE_SHM",
-    one_of({"1": True, "0": False}),
-    True,
-    "`1` (default), `0`",
+_INTERFACE = "The interface of gloo's sockets. Unset: a group of one process uses the loopback interface only."
+INTERFACE = Variable("GLOO_SOCKET_IFNAME", str, "", "a network interface", _INTERFACE)
+_SHM = (
     "Whether ranks of one host exchange tensors through shared memory. A group uses gloo if a member sets "
-    "`0` or cannot map the other members' memory.",
+    "`0` or cannot map the other members' memory."
 )
+SHM = Variable("TPCORE_SHM", one_of({"1": True, "0": False}), True, "`1` (default), `0`", _SHM)
 
 
 class GlooTransport(C10dTransport):
     """The collectives of a torch.distributed group. They call its gloo object directly: the dispatcher and
     torch.distributed's wrappers cost more than our layers (7 to 15 us a call)."""
 
-    def __init__(self, *group: Any, why: str) -> None:
-        """``why``: the reason why the group does not use shared memory."""
-        super().__init__(*group)
-        self._why = why
+    why = "alone"
+    """The reason why the group does not use shared memory."""
 
     def __repr__(self) -> str:
-        return f"gloo ({self._why})"
+        return f"gloo ({self.why})"
 
     def _handle(self, pg: Any) -> Any:
         return pg._get_backend(CPU)
@@ -148,11 +138,11 @@ class GlooBackend(C10dBackend):
         return isinstance(self._shared[pg], Exchange)
 
     def _made_over(self, group: Group, pg: Callable[[], Any], watch: Waiting | None) -> Transport:
-        shared_or_why = "alone" if watch is None else self._shared[pg()]
+        shared_or_why = GlooTransport.why if watch is None else self._shared[pg()]
         if isinstance(shared_or_why, Exchange):
             return SharedTransport(group, self._rank, pg, shared_or_why)
-        made = GlooTransport(group, self._rank, pg, self.device(), watch, why=shared_or_why)
-        self._connected.append(made)
+        made = super()._made_over(group, pg, watch)
+        made.why = shared_or_why  # type: ignore[attr-defined]
         return made
 
     def _share_memory(self, pg: Any, waiting: Waiting) -> Exchange | str:

@@ -14,13 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpcore.c10d.supervision.flight_recorder import Entry
+from tpcore.c10d.supervision.status import Entry
 from tpcore.c10d.supervision.waiting import Waiting
 from tpcore.comm.signature import Call, Places, disagreement, word_of
 from tpcore.errors import CollectiveMismatchError
 
-from . import semaphores
-from .segment import CALL, LEFT, PLACE, ROOM, Segment
+from .segment import CALL, LEFT, PLACE, ROOM, Segment, busy, post_to, sleep_on
 
 Fold = Callable[..., Tensor]
 Tile = tuple[slice, slice]
@@ -54,13 +53,9 @@ _AWAKE = 2e-3
 """Seconds of yields to other processes before a rank sleeps, more than ranks of one program come apart. A sleeping core
 of a virtual machine takes 50 to 80 us to wake; where others want the core, one yield may take all of it."""
 _SLICE = 0.5  # seconds of sleep between two checks that the peer's process is alive
-
-
+_TEXTS = word_of("texts of calls that differ")
 Announced = tuple[int, int, Entry]
 """A call: its hash, the hash of its place (0: unknown), and its entry in the recorder."""
-
-
-_TEXTS = word_of("texts of calls that differ")
 
 
 class Exchange:
@@ -74,8 +69,7 @@ class Exchange:
         self.pending: Callable[[], object] | None = None
         """Completes the call that is posted but not taken yet."""
         self._next = self._posts = 0
-        self._places, self._positions = Places(), range(segment.size)
-        self._words = [segment.words(b) for b in (0, 1)]
+        self._places, self._words = Places(), [segment.words(b) for b in (0, 1)]
         self._cancel_parting = waiting.parting(self._leave)
         self._spins = _SPINS if crowd <= len(os.sched_getaffinity(0)) else 1
 
@@ -98,11 +92,11 @@ class Exchange:
         view, at = self._words[self._posts & 1][self.segment.position]
         view[at + CALL], view[at + PLACE] = call[0] ^ self._posts, call[1]
         for address in self.segment.posts:
-            semaphores.post(address)
+            post_to(address)
 
     def take(self, call: Announced) -> None:
         for peer, address in self.segment.waits:
-            if semaphores.busy(address):
+            if busy(address):
                 self._wait(peer, address)
         word, place, entry = call
         word ^= self._posts
@@ -114,13 +108,12 @@ class Exchange:
                 raise self._mismatch(entry, False)
         if place:
             places = [view[at + PLACE] for view, at in words]
-            if self._places.swapped(self._positions, places):
+            if self._places.swapped(range(len(places)), places):
                 raise self._mismatch(entry, True)
 
     def room(self, need: int, call: Announced, whole: bool = False) -> int:
         """Bytes of a buffer to use, equal on all ranks: ``need`` if all can reserve it; a piece unless ``whole``."""
-        segment = self.segment
-        most = segment.whole if whole else segment.most
+        segment, most = self.segment, self.segment.whole if whole else self.segment.most
         if segment.room >= min(need, most):
             return min(segment.room, most)
         # multiples of large pieces: a power of two could be twice as much memory
@@ -148,12 +141,12 @@ class Exchange:
 
     def _wait(self, peer: int, address: int) -> None:
         for _ in range(self._spins):
-            if not semaphores.busy(address):
+            if not busy(address):
                 return
         until = time.monotonic() + _AWAKE
         while time.monotonic() < until:
             os.sched_yield()
-            if not semaphores.busy(address):
+            if not busy(address):
                 return
         self.waiting.locate()
         self.waiting.finish(_Post(peer, address, self.waiting))
@@ -164,7 +157,7 @@ class Exchange:
         view, at = self._words[0][self.segment.position]
         view[at + LEFT] = 1
         for address in self.segment.posts:
-            semaphores.post(address)
+            post_to(address)
 
     def _mismatch(self, entry: Entry, place: bool) -> CollectiveMismatchError:
         """The error for calls that differ. All members find this and call it; they exchange their calls."""
@@ -182,13 +175,11 @@ class _Post:
         self._peer, self._address, self._waiting, self._taken = peer, address, waiting, False
 
     def wait(self, limit: timedelta = timedelta(days=1)) -> None:
-        if self.is_completed() or semaphores.take(self._address, min(_SLICE, limit.total_seconds())):
-            self._taken = True
-            return
-        # shared memory has no connection that closes when a process ends
-        self._waiting.ask_after(self._peer, self.is_completed)
-        raise RuntimeError("not yet")
+        self._taken = self.is_completed() or sleep_on(self._address, min(_SLICE, limit.total_seconds()))
+        if not self._taken:  # shared memory has no connection that closes when a process ends
+            self._waiting.ask_after(self._peer, self.is_completed)
+            raise RuntimeError("not yet")
 
     def is_completed(self) -> bool:
-        self._taken = self._taken or not semaphores.busy(self._address)
+        self._taken = self._taken or not busy(self._address)
         return self._taken

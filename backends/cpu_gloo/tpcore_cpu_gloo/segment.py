@@ -1,29 +1,83 @@
 """The memory that the ranks of one host share: its layout, and how ranks map each other's part. Each rank owns one
 file in memory, which only it fills and the others read. The file has no name, so nothing remains however a job ends,
 and the size of /dev/shm does not matter. The others open it through /proc/<pid>/fd. Memory is reserved before use,
-so that a lack of memory raises an error and no SIGBUS."""
+so that a lack of memory raises an error and no SIGBUS. Ranks tell each other by POSIX semaphores in it, through the
+C library, and not by flags: writes before ``sem_post`` are visible after ``sem_wait`` on every processor, also where
+plain stores may be reordered (Arm), and a process can sleep on a semaphore."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
 import os
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from tpcore.processes.shared_memory import nameless_file
+from tpcore.processes.transfer import nameless_file
 
-from . import semaphores
-
+STRIDE = 128
+"""Bytes from one semaphore to the next: two cache lines, because processors fetch lines in pairs."""
+_MONOTONIC = 1  # CLOCK_MONOTONIC
 _TEXT = 4096
 _PIECES = 64  # of a tensor that is posted whole, at most: address space and no memory until one is
 _FAILURES = (OSError, ValueError)  # mmap raises a ValueError for a file that is shorter than it should be
 # two lines of words: of each second post the hashes of the call and of its place; of each buffer the bytes that its
 # owner could reserve; in the first, whether its owner makes no more calls
 CALL, PLACE, ROOM, LEFT = range(4)
+
+# PyDLL keeps the interpreter's lock: releasing it costs more than these calls, and 5 ms if another thread takes it
+_library = ctypes.PyDLL(None)
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+def _function(library: ctypes.CDLL, name: str, *arguments: type) -> Callable[..., int]:
+    found: Callable[..., int] = getattr(library, name)
+    found.argtypes = arguments  # type: ignore[attr-defined]
+    return found
+
+
+post_to = _function(_library, "sem_post", ctypes.c_void_p)
+"""(address): increment the semaphore."""
+busy = _function(_library, "sem_trywait", ctypes.c_void_p)
+"""(address): decrement the semaphore and return 0, or return -1 if it is 0."""
+_create = _function(_library, "sem_init", ctypes.c_void_p, ctypes.c_int, ctypes.c_uint)
+
+
+def sleep_on(address: int, seconds: float) -> bool:
+    """Sleep in the kernel until the semaphore can be decremented. False after ``seconds`` or a signal."""
+    until = time.monotonic() + seconds
+    when = _Timespec(int(until), int(until % 1 * 1e9))
+    clockwait = _clockwait()
+    if clockwait is None:
+        return _polled(address, until)
+    return clockwait(address, _MONOTONIC, ctypes.byref(when)) == 0
+
+
+@cache
+def _clockwait() -> Callable[..., int] | None:
+    """``sem_clockwait``: glibc 2.30 has it, musl does not. sem_timedwait would follow changes of the date."""
+    library = ctypes.CDLL(None)  # releases the interpreter's lock while it sleeps
+    if not hasattr(library, "sem_clockwait"):
+        return None
+    return _function(library, "sem_clockwait", ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(_Timespec))
+
+
+def _polled(address: int, until: float) -> bool:
+    pause = 5e-5
+    while busy(address):
+        if time.monotonic() > until:
+            return False
+        time.sleep(pause)
+        pause = min(1.5 * pause, 1e-2)
+    return True
 
 
 class Segment:
@@ -37,19 +91,19 @@ class Segment:
         self.room, self.most, self.whole = first, most, _PIECES * most
         self._distance = self.whole  # offset from one buffer to the next; ``whole`` may become smaller
         page = mmap.PAGESIZE
-        self._text = page * -(-(size + 2) * semaphores.STRIDE // page)
+        self._text = page * -(-(size + 2) * STRIDE // page)
         self._head = self._text + _TEXT
         self._length = self._head + page * -(-2 * self._distance // page)
-        self._own = nameless_file()
-        self._maps: list[mmap.mmap] = []
+        self._own, self._maps = nameless_file(), list[mmap.mmap]()
         self._buffers: dict[torch.dtype, list[list[Tensor]]] = {}
         try:
             os.ftruncate(self._own, self._length)
             os.posix_fallocate(self._own, 0, self._head)
             self.reserve(first)
             memory = mmap.mmap(self._own, self._length)
-            for peer in range(size):
-                semaphores.create(_address(memory) + peer * semaphores.STRIDE)
+            for peer in range(size):  # each of value 0, for several processes
+                if _create(_address(memory) + peer * STRIDE, 1, 0):
+                    raise OSError("this system has no semaphores in shared memory")
         except BaseException:
             self.close()
             raise
@@ -64,8 +118,8 @@ class Segment:
                 os.close(fd)
         me, bases = self.position, [_address(m) for m in self._maps]
         peers = [p for p in range(self.size) if p != me]
-        self.posts = [bases[me] + p * semaphores.STRIDE for p in peers]
-        self.waits = [(p, bases[p] + me * semaphores.STRIDE) for p in peers]
+        self.posts = [bases[me] + p * STRIDE for p in peers]
+        self.waits = [(p, bases[p] + me * STRIDE) for p in peers]
         self._words = [memoryview(m).cast("Q") for m in self._maps]
         far = self._distance
         with torch.inference_mode(False):  # inference tensors cannot be written outside of inference mode
@@ -74,7 +128,7 @@ class Segment:
 
     def words(self, line: int) -> list[tuple[memoryview, int]]:
         """(view, index of the first word) of each rank's words in ``line``, 0 or 1."""
-        at = ((self.size + line) * semaphores.STRIDE) // 8
+        at = ((self.size + line) * STRIDE) // 8
         return [(view, at) for view in self._words]
 
     def write(self, text: bytes) -> None:

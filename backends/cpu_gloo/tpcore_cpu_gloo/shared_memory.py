@@ -6,28 +6,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tpcore.c10d.transport import copied
 from tpcore.comm.signature import Call, place_of, word_of
-from tpcore.comm.transport import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    ALL_TO_ALL,
-    BROADCAST,
-    PERMUTE,
-    REDUCE_SCATTER,
-    Op,
-    Pending,
-    Primitive,
-    Transport,
-    inverse,
-)
+from tpcore.comm.transport import PRIMITIVES, Op, Pending, Transport, inverse
 from tpcore.layout.mesh import Group
 
 from .exchange import Announced, Exchange, Fold, Tile, folded, tiles
@@ -36,17 +22,15 @@ _FOLD: dict[str, Fold] = {"sum": torch.add, "max": torch.maximum}
 _KEPT = 256  # cached plans
 _TWO_STEPS = 1 << 16  # above this many bytes, with more than two ranks, each rank sums one part
 _Piece = tuple[Tile, list[Tensor]]
-_Views = tuple[list[Tensor], list[Tensor]]
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """Cached data of calls with the same arguments, shape and dtype."""
+class _Plan(NamedTuple):
+    """Cached data of calls with the same arguments, shape and dtype. ``views``: [buffer][rank], a buffer as a tensor
+    of this shape; None if the buffer is too small."""
 
     name: str
     word: int
-    views: _Views | None
-    """[buffer][rank]: a buffer as a tensor of this shape; None if the buffer is too small."""
+    views: list[list[Tensor]] | None
 
 
 class SharedTransport(Transport):
@@ -67,14 +51,12 @@ class SharedTransport(Transport):
     def process_group(self) -> Any:
         return self._pg()
 
-    # -- all_reduce -------------------------------------------------------------------------------------
     def all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
-        plan, call = self._begin(ALL_REDUCE, x, op)
+        plan, call = self._begin("all_reduce", x, op)
         x = x.detach() if x.requires_grad else x
         if plan.views is None:
             return self._summed_by_pieces(x, op, donate, call)
-        buffer = self._exchange.next_buffer()
-        parts = plan.views[buffer]
+        parts = plan.views[self._exchange.next_buffer()]
         parts[self.index].copy_(x)
         self._exchange.meet(call)
         if self.size == 2 and x.is_contiguous():
@@ -84,23 +66,13 @@ class SharedTransport(Transport):
 
     def start_all_reduce(self, x: Tensor, op: Op, donate: bool) -> Pending:
         """What fits a buffer is visible at once. The sum is computed at the wait, or before the next collective."""
-        plan, call = self._begin(ALL_REDUCE, x, op)
+        plan, call = self._begin("all_reduce", x, op)
         if plan.views is None:
             out = self._summed_by_pieces(x.detach(), op, donate, call)
             return lambda: out
-        exchange = self._exchange
-        buffer = exchange.next_buffer()
-        parts = plan.views[buffer]
+        parts = plan.views[self._exchange.next_buffer()]
         parts[self.index].copy_(x.detach())
-        exchange.post(call)
-
-        def complete() -> Tensor:
-            exchange.pending = None
-            exchange.take(call)
-            return folded(parts, _FOLD[op])
-
-        exchange.pending = once = _Once(complete)
-        return once
+        return self._posted(call, lambda: folded(parts, _FOLD[op]))
 
     def _summed_by_pieces(self, x: Tensor, op: Op, donate: bool, call: Announced) -> Tensor:
         in_place = donate and x.is_contiguous()
@@ -129,17 +101,15 @@ class SharedTransport(Transport):
         for cut, t in zip(cuts, every, strict=True):
             out[:, cut].copy_(t[:, cut])
 
-    # -- the others -------------------------------------------------------------------------------------
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        plan, call = self._begin(ALL_GATHER, x, dim)
+        plan, call = self._begin("all_gather", x, dim)
         x = x.detach()
         if plan.views is not None and x.dtype.itemsize > 1:  # torch.cat refuses some one-byte dtypes
-            buffer = self._exchange.next_buffer()
-            parts = plan.views[buffer]
+            parts = plan.views[self._exchange.next_buffer()]
             parts[self.index].copy_(x)
             self._exchange.meet(call)
             return torch.cat(parts, dim)
-        out = ALL_GATHER.result(x, self.size, dim)
+        out = PRIMITIVES["all_gather"].result(x, self.size, dim)
         before, after = math.prod(x.shape[:dim]), math.prod(x.shape[dim:])
         source, target = x.reshape(before, after), out.view(before, self.size, after)
         for at, every in self._pieces(call, source.shape, x):
@@ -151,8 +121,8 @@ class SharedTransport(Transport):
         return out
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
-        _, call = self._begin(REDUCE_SCATTER, x, dim)
-        out = REDUCE_SCATTER.result(x.detach(), self.size, dim)
+        _, call = self._begin("reduce_scatter", x, dim)
+        out = PRIMITIVES["reduce_scatter"].result(x.detach(), self.size, dim)
         source = self._chunks(x.detach(), dim)
         target = out.view(source.shape[1:])
         for at, every in self._pieces(call, target.shape, x, self.size):
@@ -163,7 +133,7 @@ class SharedTransport(Transport):
         return out
 
     def broadcast(self, x: Tensor, src: int) -> Tensor:
-        _, call = self._begin(BROADCAST, x, src)
+        _, call = self._begin("broadcast", x, src)
         out = copied(x) if src == self.index else x.new_empty(x.shape)
         flat = out.view(1, -1)
         for at, every in self._pieces(call, flat.shape, x):
@@ -175,7 +145,7 @@ class SharedTransport(Transport):
         return out
 
     def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Tensor:
-        _, call = self._begin(ALL_TO_ALL, x, split_dim, concat_dim)
+        _, call = self._begin("all_to_all", x, split_dim, concat_dim)
         chunk = (*x.shape[:split_dim], x.shape[split_dim] // self.size, *x.shape[split_dim + 1 :])
         source = self._chunks(x.detach(), split_dim)
         got = x.new_empty(source.shape)
@@ -188,27 +158,18 @@ class SharedTransport(Transport):
         return got.view(self.size, *chunk).movedim(0, concat_dim).flatten(concat_dim, concat_dim + 1).contiguous()
 
     def permute(self, x: Tensor, to: tuple[int, ...]) -> Tensor:
-        return self._permuted_by_pieces(x, to, self._begin(PERMUTE, x, to)[1])
+        return self._permuted_by_pieces(x, to, self._begin("permute", x, to)[1])
 
     def start_permute(self, x: Tensor, to: tuple[int, ...]) -> Pending:
         """Visible to its receiver at once, which copies it at the wait, or before the next collective."""
-        _, call = self._begin(PERMUTE, x, to)
-        exchange = self._exchange
-        if x.nbytes > exchange.room(x.nbytes, call, whole=True):
+        _, call = self._begin("permute", x, to)
+        if x.nbytes > self._exchange.room(x.nbytes, call, whole=True):
             out = self._permuted_by_pieces(x, to, call)
             return lambda: out
         every, sender = self._next_buffer(x.dtype, x.shape), inverse(to)[self.index]
         if to[self.index] >= 0:
             every[self.index].copy_(x.detach())
-        exchange.post(call)
-
-        def complete() -> Tensor:
-            exchange.pending = None
-            exchange.take(call)
-            return every[sender].clone() if sender >= 0 else torch.zeros_like(every[self.index])
-
-        exchange.pending = once = _Once(complete)
-        return once
+        return self._posted(call, lambda: every[sender].clone() if sender >= 0 else torch.zeros_like(every[self.index]))
 
     def _permuted_by_pieces(self, x: Tensor, to: tuple[int, ...], call: Announced) -> Tensor:
         out = torch.empty_like(x, memory_format=torch.contiguous_format, requires_grad=False)
@@ -222,9 +183,28 @@ class SharedTransport(Transport):
                 target[at].copy_(every[sender])
         return out if sender >= 0 else out.zero_()
 
-    # -- what they share --------------------------------------------------------------------------------
-    def _begin(self, primitive: Primitive, x: Tensor, *arguments: Any) -> tuple[_Plan, Announced]:
-        key = primitive.name, arguments, x.shape, x.dtype
+    def _posted(self, call: Announced, result: Callable[[], Tensor]) -> Pending:
+        """Post ``call``, which is completed once: at the wait, or before the next collective."""
+        exchange, done = self._exchange, list[Tensor | BaseException]()
+
+        def complete() -> Tensor:
+            if not done:
+                exchange.pending = None
+                try:
+                    exchange.take(call)
+                    done.append(result())
+                except BaseException as e:  # noqa: BLE001  every wait raises it, since the group goes on after one
+                    done.append(e)
+            if isinstance(done[0], BaseException):
+                raise done[0]
+            return done[0]
+
+        exchange.post(call)
+        exchange.pending = complete
+        return complete
+
+    def _begin(self, primitive: str, x: Tensor, *arguments: Any) -> tuple[_Plan, Announced]:
+        key = primitive, arguments, x.shape, x.dtype
         plan = self._plans.get(key)
         if plan is None:
             plan = self._plans[key] = self._plan(primitive, x, arguments)
@@ -233,19 +213,18 @@ class SharedTransport(Transport):
         site = entry[-1]
         return plan, (word, 0 if site is None else place_of(plan.name, site), entry)
 
-    def _plan(self, primitive: Primitive, x: Tensor, arguments: tuple[Any, ...]) -> _Plan:
+    def _plan(self, primitive: str, x: Tensor, arguments: tuple[Any, ...]) -> _Plan:
         segment, n = self._segment, x.numel()
         if len(self._plans) >= _KEPT:
             self._plans.clear()
         limit = min(segment.room, segment.most)
-        if primitive is ALL_REDUCE and self.size > 2:
+        if primitive == "all_reduce" and self.size > 2:
             limit = min(limit, _TWO_STEPS)
         views = None
         if n * x.element_size() <= limit:
             with torch.inference_mode(False):  # inference tensors cannot be written outside of it
-                one, two = ([t[:n].view(x.shape) for t in b] for b in segment.buffers(x.dtype))
-            views = one, two
-        name = primitive.describe(*arguments)
+                views = [[t[:n].view(x.shape) for t in b] for b in segment.buffers(x.dtype)]
+        name = PRIMITIVES[primitive].describe(*arguments)
         return _Plan(name, word_of((name, tuple(x.shape), x.dtype)), views)
 
     def _pieces(self, call: Announced, shape: Sequence[int], x: Tensor, parts: int = 1) -> Iterator[_Piece]:
@@ -269,20 +248,3 @@ class SharedTransport(Transport):
         """The members' chunks of ``x``, each as a matrix."""
         before, after = math.prod(x.shape[:dim]), math.prod(x.shape[dim:])
         return x.reshape(before, self.size, after // self.size).movedim(1, 0)
-
-
-class _Once:
-    """Calls ``complete`` once. Later calls return its result or raise its error, since a group goes on after one."""
-
-    def __init__(self, complete: Callable[[], Tensor]) -> None:
-        self._complete = cache(complete)
-        self._error: BaseException | None = None
-
-    def __call__(self) -> Tensor:
-        if self._error is not None:
-            raise self._error
-        try:
-            return self._complete()
-        except BaseException as e:
-            self._error = e
-            raise

@@ -6,8 +6,7 @@ from tpcore.backend.interface import Backend, hookimpl
 from tpcore.log import inform
 
 from . import platform
-from .backend import NeuronBackend
-from .native import NativeBackend
+from .backend import NativeBackend, NeuronBackend
 
 __all__ = ["NativeBackend", "NeuronBackend"]
 

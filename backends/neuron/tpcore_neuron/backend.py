@@ -1,4 +1,5 @@
-"""The backend over PyTorch/XLA. ``start`` imports torch_xla, not the module: the import claims the device."""
+"""The backends over PyTorch/XLA and over AWS's native PyTorch. ``start`` imports torch_xla or torch_neuronx, not the
+module: the import claims the device."""
 
 from __future__ import annotations
 
@@ -11,16 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tpcore import settings
 from tpcore.backend.interface import Backend, Capabilities, CompilerOptions, Dims, Function, LoadedProgram, ProgramInfo
+from tpcore.c10d.backend import C10dBackend
 from tpcore.comm.transport import Transport
 from tpcore.errors import BackendError
 from tpcore.layout.mesh import Group
 from tpcore.runtime.context import current
 
-from . import neuronx, platform
+from . import platform
 from .settings import DEVICE
 from .transport import XlaTransport
 
@@ -42,8 +45,7 @@ class NeuronBackend(Backend):
         # find_spec, not import: importing torch_xla claims the device and takes seconds
         if find_spec("torch_xla") is None:
             return f"torch_xla is not installed. {platform.INSTALL}"
-        wrong = platform.wrong_versions()
-        if wrong is not None:
+        if wrong := platform.wrong_versions():
             return wrong
         if DEVICE.get() != DEVICE.default:
             return None  # another device is set explicitly, e.g. XLA on a CPU
@@ -59,7 +61,7 @@ class NeuronBackend(Backend):
 
     @classmethod
     def most_ranks(cls) -> int | None:
-        return platform.visible_cores(neuronx.platform()) or None
+        return platform.visible_cores(platform.target()) or None
 
     @classmethod
     def job(cls, folder: Path) -> dict[str, str]:
@@ -75,18 +77,22 @@ class NeuronBackend(Backend):
 
     def start(self, timeout: float) -> tuple[int, int]:
         settings.update({DEVICE.name: DEVICE.get()})
-        import torch.distributed as dist
         import torch_xla
         import torch_xla.runtime as xr
 
-        self._platform = neuronx.platform()
-        local = settings.LOCAL_WORLD_SIZE.get()
-        platform.check_cores(self._platform, local, platform.visible_cores(self._platform))
+        self._platform = platform.target()
+        cores = platform.visible_cores(self._platform)
+        platform.check_cores(self._platform, settings.LOCAL_WORLD_SIZE.get(), cores)
         if self._platform is not None:
             self.capabilities = as_on_neuron(self.capabilities)  # type: ignore[misc]  # of this machine
         self._owns = not dist.is_initialized()
         if self._owns:
-            _join(timeout)
+            import torch_xla.distributed.xla_backend  # registers "xla"
+
+            alone: dict[str, Any] = (
+                {} if settings.MASTER_ADDR.is_set else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+            )
+            dist.init_process_group("xla", timeout=timedelta(seconds=timeout), **alone)  # or of torchrun
         elif dist.get_backend() != "xla":
             raise BackendError(
                 f"torch.distributed is initialized with {dist.get_backend()!r}, and the neuron backend needs "
@@ -97,10 +103,12 @@ class NeuronBackend(Backend):
         asked = settings.WORLD_SIZE.get() if settings.WORLD_SIZE.is_set else world
         if asked != world:
             self.stop()
-            raise BackendError(
-                f"{asked} processes were started and the XLA runtime connects {world}: "
-                + platform.connect(str(xr.device_type()), asked)
-            )
+            text = f"{asked} processes were started and the XLA runtime connects {world}: "
+            if str(xr.device_type()) == "CPU":
+                text += "on a CPU it connects no processes. Without the hardware run the ranks as replicas in one "
+                raise BackendError(f"{text}process: tpcore_neuron.testing.run_replicas(fn, {asked})")
+            text += "start one process for each NeuronCore with torchrun, and init tpcore before anything else touches"
+            raise BackendError(f"{text} the device")
         if settings.CHECK.get() == "always":
             from . import reads
 
@@ -108,8 +116,6 @@ class NeuronBackend(Backend):
         return rank, world
 
     def stop(self) -> None:
-        import torch.distributed as dist
-
         if self._owns and dist.is_initialized():
             dist.destroy_process_group()
         self._owns = False
@@ -117,12 +123,13 @@ class NeuronBackend(Backend):
     def connect(self, group: Group, rank: int) -> Transport:
         if "tp" in group.axes and len(group.axes) == 1:
             platform.check_tp(self._platform, group)
-        return XlaTransport(group, rank, _process_group(group, rank))
+        # with the whole partition; all ranks make all groups in one order
+        options = {"xla_pg_options": {"mesh": group.as_list()}}
+        made = {ranks: dist.new_group(list(ranks), pg_options=options) for ranks in group.partition}
+        return XlaTransport(group, rank, made[group.members(rank)])
 
     def adopt(self, process_group: Any) -> Transport:
         """Collectives over a ``torch.distributed`` group of the xla backend that has its whole partition."""
-        import torch.distributed as dist
-
         mesh = getattr(process_group, "_mesh", None) or [list(range(dist.get_world_size()))]
         partition = tuple(tuple(ranks) for ranks in mesh)
         if sum(len(ranks) for ranks in partition) != dist.get_world_size():
@@ -142,8 +149,7 @@ class NeuronBackend(Backend):
             return super().memory_of(t)
         import torch_xla
 
-        # XLA tensors have no storage address. The tensor id is equal for a weight and its detach(), and
-        # differs for views
+        # XLA tensors have no address; the tensor id is equal for a weight and its detach(), and differs for views
         return "xla", torch_xla._XLAC._xla_get_tensor_id(t)
 
     def mark_step(self) -> None:
@@ -153,7 +159,7 @@ class NeuronBackend(Backend):
 
     def compile_with(self, options: CompilerOptions) -> bool:
         self._compiler = options
-        return neuronx.platform() is not None
+        return platform.target() is not None
 
     def trace(
         self, fn: Function, weights: Mapping[str, Tensor], inputs: Sequence[Tensor], dims: Dims, folder: Path
@@ -184,26 +190,51 @@ class NeuronBackend(Backend):
         xm.set_rng_state(seed & _BITS)
 
 
+class NativeBackend(C10dBackend):
+    """One rank of a job under torchrun, over AWS's native PyTorch: torch.distributed's collectives on the ``neuron``
+    device. From torch-neuronx 2.13 on (Trn2, Trn3) there is no torch_xla: tensors are on the device ``neuron``, and
+    torch.distributed has a transport of that name. ``device`` and ``transport``: these names, so that the same code
+    runs over gloo on a CPU, where it is tested. It has not been run on the hardware."""
+
+    interface = 2
+    # sums of complex numbers are tested on gloo only
+    capabilities = replace(C10dBackend.capabilities, moved=())
+    transport = "neuron"
+
+    def __init__(self, device: str = "neuron", transport: str = "neuron") -> None:
+        super().__init__()
+        self._kind = device
+        self.transport = transport  # type: ignore[misc]  # of this instance only: gloo, in tests
+
+    @classmethod
+    def unavailable(cls) -> str | None:
+        return None if platform.neuron_devices() else "no NeuronCore is visible: there is no /dev/neuron0"
+
+    def start(self, timeout: float) -> tuple[int, int]:
+        if self._kind == "neuron":
+            import torch_neuronx  # noqa: F401  registers the device and the transport
+        return super().start(timeout)
+
+    def device(self) -> torch.device:
+        if self._kind == "cpu":
+            return torch.device("cpu")
+        return torch.device(self._kind, settings.LOCAL_RANK.get())
+
+    def get_rng_state(self) -> Tensor:
+        state: Tensor = self._random().get_rng_state()
+        return state
+
+    def set_rng_state(self, state: Tensor) -> None:
+        self._random().set_rng_state(state)
+
+    def manual_seed(self, seed: int) -> None:
+        self._random().manual_seed(seed)
+
+    def _random(self) -> Any:
+        """The module with the device's random state: ``torch.neuron``, or torch itself for the CPU."""
+        return torch if self._kind == "cpu" else getattr(torch, self._kind)
+
+
 def as_on_neuron(can: Capabilities) -> Capabilities:
     """``can`` without float64, which torch_xla silently turns into float32 on Neuron."""
     return replace(can, dtypes=tuple(d for d in can.dtypes if d is not torch.float64))
-
-
-def _join(timeout: float) -> None:
-    import torch.distributed as dist
-    import torch_xla.distributed.xla_backend  # noqa: F401  registers "xla"
-
-    seconds = timedelta(seconds=timeout)
-    if settings.MASTER_ADDR.is_set:  # torchrun's
-        dist.init_process_group("xla", timeout=seconds)
-    else:
-        dist.init_process_group("xla", store=dist.HashStore(), rank=0, world_size=1, timeout=seconds)
-
-
-def _process_group(group: Group, rank: int) -> Any:
-    """This rank's ``torch.distributed`` group, with the whole partition. All ranks make all groups in one order."""
-    import torch.distributed as dist
-
-    options = {"xla_pg_options": {"mesh": group.as_list()}}
-    made = {ranks: dist.new_group(list(ranks), pg_options=options) for ranks in group.partition}
-    return made[group.members(rank)]

@@ -13,9 +13,9 @@ from pathlib import Path
 from tpcore.backend.interface import ProgramInfo
 from tpcore.errors import BackendError
 
-from .replicas.api import programs, run_replicas
 from .replicas.stablehlo import HloProgram
 from .settings import EXTRACT_ONLY
+from .testing import programs, run_replicas
 
 HOUR = 3600.0
 
@@ -30,9 +30,8 @@ def compile_ahead(command: Sequence[str], world: int | None) -> list[ProgramInfo
     if tool is not None:
         torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={world}"]
         subprocess.run([tool, *torchrun, *script], check=True)
-    runs = Counter(p.digest for p in found)
     first = {p.digest: p for p in reversed(found)}
-    return [_info(first[digest], times) for digest, times in runs.items()]
+    return [_info(first[digest], times) for digest, times in Counter(p.digest for p in found).items()]
 
 
 def _parse(command: list[str], world: int | None) -> tuple[int, list[str]]:

@@ -1,11 +1,18 @@
-"""This machine's packages and NeuronCores, and the sizes of a job that the hardware supports."""
+"""This machine's packages and NeuronCores, the sizes of a job that the hardware supports, and all calls of
+torch_neuronx, as its documentation describes them. They import it when called."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+import torch
+from torch import Tensor, nn
+
+from tpcore.backend.interface import CompilerOptions, LoadedProgram
 from tpcore.errors import BackendError
 from tpcore.layout.mesh import Group
 from tpcore.settings import LOCAL_RANK
@@ -20,6 +27,7 @@ INSTALL = (
     "    pip install 'tpcore[neuron]' --extra-index-url https://pip.repos.neuron.amazonaws.com\n"
 )
 _DEVICES = "/dev"
+_TRN1_RULE = "collectives there take 1, 2, 8, 16 or a multiple of 32 NeuronCores"
 _CORES_PER_DEVICE = {"trn1": 2, "inf2": 2, "trn2": 8}
 
 
@@ -42,10 +50,8 @@ def wrong_versions() -> str | None:
     """A message about installed versions that do not work together, or None."""
     found = {name: installed(name) for name in ("torch", "torch-xla", "torch-neuronx")}
     wrong = [f"{k} {v}" for k, v in found.items() if v is not None and not f"{v}.".startswith(f"{XLA_LINE}.")]
-    if not wrong:
-        return None
     have = ", ".join(f"{name} {v or 'missing'}" for name, v in found.items())
-    return f"{' and '.join(wrong)} cannot be used: this environment has {have}. {INSTALL}"
+    return f"{' and '.join(wrong)} cannot be used: this environment has {have}. {INSTALL}" if wrong else None
 
 
 def neuron_devices() -> int:
@@ -74,26 +80,60 @@ def check_cores(platform: str | None, local: int, cores: int | None) -> None:
         raise BackendError(f"{local} processes on a Trn1 host: {_TRN1_RULE}")
 
 
-def connect(device: str, processes: int) -> str:
-    """Advice for an error: how to connect ``processes`` ranks with the XLA runtime of ``device``."""
-    if device == "CPU":
-        return (
-            "on a CPU it connects no processes. Without the hardware run the ranks as replicas in one "
-            f"process: tpcore_neuron.testing.run_replicas(fn, {processes})"
-        )
-    return (
-        "start one process for each NeuronCore with torchrun, and init tpcore before anything else touches the device"
-    )
-
-
 def check_tp(platform: str | None, group: Group) -> None:
     """Raise BackendError for tensor-parallel groups that the hardware cannot connect."""
     if platform == "trn1" and not _trn1(group.size):
         raise BackendError(f"tp={group.size} on Trn1: {_TRN1_RULE}; contiguous groups of another size have no ring")
 
 
-_TRN1_RULE = "collectives there take 1, 2, 8, 16 or a multiple of 32 NeuronCores"
-
-
 def _trn1(n: int) -> bool:
     return n in (1, 2, 8, 16) or n % 32 == 0
+
+
+def target() -> str | None:
+    """``trn1``, ``inf2``, ``trn2``...; None without torch_neuronx."""
+    if find_spec("torch_neuronx") is None:
+        return None
+    from torch_neuronx.utils import get_platform_target
+
+    return str(get_platform_target())
+
+
+def module_keys(names: Iterable[str]) -> dict[str, str]:
+    """Names under which a module can register weights, and the weights' own names."""
+    return {f"w{i}": name for i, name in enumerate(sorted(names))}
+
+
+def compile_module(module: nn.Module, examples: Sequence[Tensor], path: Path, options: CompilerOptions) -> None:
+    """Compile ``module`` for NeuronCores, without its weights, and write it. ``examples``: on the CPU."""
+    import torch_neuronx
+
+    given = {"compiler_args": list(options.args)} if options.args else {}
+    with TemporaryDirectory(prefix="tpcore-neuronx-") as temporary:
+        # a directory for each program: a model with buckets has several
+        workdir = Path(temporary) if options.workdir is None else Path(options.workdir, path.parent.name)
+        workdir.mkdir(parents=True, exist_ok=True)
+        traced = torch_neuronx.trace(
+            module, tuple(examples), compiler_workdir=str(workdir), inline_weights_to_neff=False, **given
+        )
+    torch.jit.save(traced, str(path))
+
+
+def load_compiled(path: Path, weights: Mapping[str, Tensor], ranks: Sequence[Tensor]) -> LoadedProgram:
+    """Load the file of ``compile_module`` onto this process's NeuronCore, with ``weights``."""
+    import torch_neuronx
+
+    try:
+        module = torch.jit.load(str(path))  # TorchScript contains no Python code
+    except RuntimeError as e:
+        raise BackendError(f"{path} is damaged: {str(e)[:200]}") from e
+    versions: list[int] = []
+
+    def call(inputs: Sequence[Tensor]) -> list[Tensor]:
+        now = [t._version for t in weights.values()]
+        if now != versions:  # at the first call, and after a weight has changed in place
+            torch_neuronx.replace_weights(module, {k: weights[n].cpu() for k, n in module_keys(weights).items()})
+            versions[:] = now
+        return list(module(*ranks, *(t.cpu() for t in inputs)))
+
+    return call

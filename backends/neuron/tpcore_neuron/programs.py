@@ -23,7 +23,7 @@ from tpcore.errors import BackendError
 from tpcore.runtime.consensus import check_one_program, together
 from tpcore.runtime.context import ParallelContext
 
-from . import neuronx, reads
+from . import platform, reads
 
 HLO, TEXT, PARAMETERS, CONSTANTS = "program.hlo", "program.mlir", "parameters.json", "constants.safetensors"
 COMPILED = "neuron.pt"
@@ -36,7 +36,7 @@ class _PureModule(nn.Module):
     def __init__(self, fn: Function, weights: Mapping[str, Tensor], comms: Sequence[Comm]) -> None:
         super().__init__()
         self._of = fn, sorted(weights), comms  # a tuple, so that nn.Module registers nothing of it
-        for key, name in neuronx.keys(weights).items():
+        for key, name in platform.module_keys(weights).items():
             self.register_parameter(key, nn.Parameter(weights[name], requires_grad=False))
 
     def forward(self, *given: Tensor) -> tuple[Tensor, ...]:
@@ -73,11 +73,11 @@ def trace(
             write_file(str(folder / TEXT), [text])
             write_file(str(folder / PARAMETERS), [recipe])
             write_file(str(folder / CONSTANTS), [constants])
-            if neuronx.platform() is not None:
+            if platform.target() is not None:
                 zeros = {name: torch.zeros(t.shape, dtype=t.dtype) for name, t in weights.items()}
                 examples = (*(c.position.cpu() for c in comms), *(t.cpu() for t in inputs))
                 module = _PureModule(fn, zeros, comms)
-                neuronx.compile_module(module, examples, folder / COMPILED, compiler)
+                platform.compile_module(module, examples, folder / COMPILED, compiler)
 
 
 def _lowered(
@@ -114,8 +114,8 @@ def load(folder: Path, weights: Mapping[str, Tensor], comm_of: Callable[[str], C
     try:
         recipe = json.loads((folder / PARAMETERS).read_text())
         ranks = [comm_of(axes).position for axes in recipe["groups"]]
-        if (folder / COMPILED).is_file() and neuronx.platform() is not None:
-            return neuronx.load_compiled(folder / COMPILED, weights, [t.cpu() for t in ranks])
+        if (folder / COMPILED).is_file() and platform.target() is not None:
+            return platform.load_compiled(folder / COMPILED, weights, [t.cpu() for t in ranks])
         constants = load_file(folder / CONSTANTS)
         computation = xb.computation_from_module_proto("tpcore", (folder / HLO).read_bytes())
         device, fixed = torch_xla.device(), {}

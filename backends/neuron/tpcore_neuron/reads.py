@@ -23,7 +23,7 @@ _HERE = str(Path(__file__).parent) + os.sep
 _TPCORE = str(Path(tpcore.__file__).parent) + os.sep
 READS = ("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__")
 Before = Callable[[Tensor, Sequence[Any]], None]
-"""What to do with a tensor on XLA before its value is read; the second are the other arguments."""
+"""What to do with a tensor on XLA before its value is read, with the other arguments."""
 _reported: set[str] = set()
 
 

@@ -4,13 +4,8 @@ from __future__ import annotations
 
 from tpcore.settings import Variable, one_of
 
-DEVICE = Variable(
-    "PJRT_DEVICE",
-    str,
-    "NEURON",
-    "`NEURON` (default), `CPU`, ...",
-    "The device of torch_xla. With another value than `NEURON` the `neuron` backend runs on that device.",
-)
+_DEVICE = "The device of torch_xla. With another value than `NEURON` the `neuron` backend runs on that device."
+DEVICE = Variable("PJRT_DEVICE", str, "NEURON", "`NEURON` (default), `CPU`, ...", _DEVICE)
 CORES = Variable(
     "NEURON_RT_VISIBLE_CORES", str, "", "`0-3` or `0,1`", "The NeuronCores of this host that a job may use."
 )

@@ -57,16 +57,8 @@ class XlaTransport(Transport):
         x = self._checked(x, "reduce_scatter", dim)
         if x.numel() == 0:
             return x.narrow(dim, 0, x.shape[dim] // self.size).clone()
-        out = self._xm.reduce_scatter(
-            self._xm.REDUCE_SUM,
-            x,
-            scale=1.0,
-            scatter_dim=dim,
-            shard_count=self.size,
-            groups=self._groups,
-            pin_layout=False,
-        )
-        return self._unchained(out)
+        groups = {"shard_count": self.size, "groups": self._groups, "pin_layout": False}
+        return self._unchained(self._xm.reduce_scatter(self._xm.REDUCE_SUM, x, scale=1.0, scatter_dim=dim, **groups))
 
     def _unchained(self, result: Tensor) -> Tensor:
         self._xla._set_all_reduce_token(str(self._device), None)

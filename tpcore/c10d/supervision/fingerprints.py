@@ -1,6 +1,5 @@
-"""Fingerprints of calls, which the members of a group exchange over connections of their own: the group cannot carry
-them, for if calls differ, gloo mixes up their data, waits, or aborts. Sending does not wait, and a fingerprint is
-read once it has arrived: two system calls for each other member, and no wake-up."""
+"""Fingerprints of calls, which the members of a group exchange over connections of their own: in the group, calls that
+differ have their data mixed up, wait, or abort. A fingerprint is two system calls for each other member, no wake-up."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ import torch.distributed as dist
 
 from ...comm.signature import Call, Places, disagreement, place_of, word_of
 from ...errors import BackendError, CollectiveMismatchError
-from .flight_recorder import Entry
+from .status import Entry
 
 _FRAME = struct.Struct("<QQ")
 _TEXT_NEXT = b"\xff" * _FRAME.size  # a mark before a text; equals no frame
@@ -34,15 +33,15 @@ Meet = Callable[[str], list[str]]
 
 
 class FingerprintExchange:
-    """``sockets``: by position in the group of ``members``. ``lag``: calls that may be under way before this
-    rank waits for the fingerprints of the first. ``strict``: equal calls from different places differ."""
+    """``sockets``: by position in the group of ``members``. ``lag``: calls that may be under way before this rank waits
+    for the fingerprints of the first. ``strict``: equal calls from different places differ."""
 
     def __init__(
         self, members: Sequence[int], position: int, sockets: Mapping[int, socket.socket], lag: int, strict: bool
     ) -> None:
         self._members, self._position, self._sockets = tuple(members), position, dict(sockets)
         self._lag, self._strict, self._places = lag, strict, Places()
-        self._sent: deque[tuple[bytes, Entry]] = deque()
+        self.sent: deque[tuple[bytes, Entry]] = deque()  # calls of this rank that have not been compared
         self._got = {peer: bytearray() for peer in sockets}
         self._frames: dict[object, tuple[bytes, object]] = {}
         self._poll = select.poll()
@@ -52,28 +51,23 @@ class FingerprintExchange:
     def say(self, entry: Entry) -> None:
         """Send the fingerprint of ``entry``, the call that this rank is about to make."""
         frame = self._frame(entry)
-        self._sent.append((frame, entry))
+        self.sent.append((frame, entry))
         self._send(frame)
 
     def arrived(self, now: bool) -> bool:
         """Read, and whether all fingerprints have come that this rank waits for. DistNetworkError if they cannot."""
         self.read()
-        calls = len(self._sent) - (0 if now else self._lag)
+        calls = len(self.sent) - (0 if now else self._lag)
         late = [peer for peer, got in self._got.items() if len(got) // _FRAME.size < calls]
         if any(peer not in self._sockets for peer in late):
             raise dist.DistNetworkError("a connection over which calls are compared was closed")
         return not late
 
-    @property
-    def settled(self) -> bool:
-        """Whether all calls of this rank have been compared."""
-        return not self._sent
-
     def differing(self) -> tuple[Entry, bool] | None:
         """The first call that differs, of those not compared yet, and whether only its place differs."""
         size = _FRAME.size
-        while self._sent and all(len(got) >= size for got in self._got.values()):
-            mine, entry = self._sent.popleft()
+        while self.sent and all(len(got) >= size for got in self._got.values()):
+            mine, entry = self.sent.popleft()
             frames = {peer: bytes(got[:size]) for peer, got in self._got.items()} | {self._position: mine}
             for got in self._got.values():
                 del got[:size]
@@ -90,28 +84,25 @@ class FingerprintExchange:
         call = Call.of(*entry[1:])
         self._send(_TEXT_NEXT + call.pack().ljust(_TEXT))
         calls, ended = {self._position: call}, []
-        for peer in list(self._got):
+        for peer, got in self._got.items():
             arrive(partial(self.has_text, peer))
             end = self._text_end(peer)
-            self._sent.clear()
+            self.sent.clear()
             if end is None:
                 ended.append(self._members[peer])
             else:
-                calls[peer] = Call.unpack(bytes(self._got[peer][end - _TEXT : end]))
-                del self._got[peer][:end]  # including the fingerprints of calls that will not run
-        order = sorted(calls)
-        ranks = [self._members[i] for i in order]
-        gone = (
-            f"ranks {ranks} and {ended} of group {self._members} disagree on a collective, and of "
-            f"{ended} the process has ended:\n  rank {ranks[0]}: {call}"
-        )
-        return CollectiveMismatchError(disagreement([calls[i] for i in order], ranks, place, gone if ended else ""))
+                calls[peer] = Call.unpack(bytes(got[end - _TEXT : end]))
+                del got[:end]  # including the fingerprints of calls that will not run
+        ranks = [self._members[i] for i in sorted(calls)]
+        gone = f"ranks {ranks} and {ended} of group {self._members} disagree on a collective, and of {ended} the "
+        gone += f"process has ended:\n  rank {ranks[0]}: {call}"
+        every = [calls[i] for i in sorted(calls)]
+        return CollectiveMismatchError(disagreement(every, ranks, place, gone if ended else ""))
 
     def close(self) -> None:
         for peer in list(self._sockets):
             self._drop(peer)
 
-    # -- one peer -----------------------------------------------------------------------------------------
     def has_text(self, peer: int) -> bool:
         """Read, and whether the text of a peer has arrived or cannot arrive any more."""
         self.read()
@@ -127,7 +118,6 @@ class FingerprintExchange:
         end = next(marks, len(got)) + size + _TEXT
         return end if end <= len(got) else None
 
-    # -- bytes --------------------------------------------------------------------------------------------
     def _frame(self, entry: Entry) -> bytes:
         _, _, op, shape, dtype, site = entry
         code, *rest = site if site is not None else (None,)
@@ -156,16 +146,14 @@ class FingerprintExchange:
                 continue
             except OSError:
                 data = b""
-            if data:
-                self._got[peer] += data
-            else:
+            self._got[peer] += data
+            if not data:
                 self._drop(peer)
 
     def _drop(self, peer: int) -> None:
         """Close the connection: the peer has ended or left the job, which its collectives will report."""
-        s = self._sockets.pop(peer)
-        self._poll.unregister(s)
-        s.close()
+        with self._sockets.pop(peer) as s:
+            self._poll.unregister(s)
 
 
 def _members(server: socket.socket, secret: bytes, count: int, timeout: float) -> Iterator[tuple[int, socket.socket]]:
@@ -218,10 +206,8 @@ def connected(
             for peer, s in _members(server, secret, size - 1 - position, timeout):
                 made[peer] = undo.enter_context(s)
         except OSError as e:
-            raise BackendError(
-                f"ranks cannot connect to each other (this one is at {address}): {e}; hosts have to take "
-                f"connections of each other at any port{remedy}"
-            ) from e
+            text = f"ranks cannot connect to each other (this one is at {address}): {e}; hosts have to take"
+            raise BackendError(f"{text} connections of each other at any port{remedy}") from e
         for s in made.values():
             s.setblocking(False)
             s.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -17,10 +17,8 @@ from typing import TypeVar
 
 from ...errors import CollectiveTimeoutError, PeerLostError
 from ...log import hold_lines, log
-from .flight_recorder import FlightRecorder, RankReport, Verdict, cause_of_end, connection_broke
-from .host import CLEAN, GONE, Identity, LocalRanks, sever
-from .links import Links
-from .status_store import Requests, StatusStore
+from .host import CLEAN, GONE, Identity, Links, LocalRanks, sever
+from .status import FlightRecorder, RankReport, Requests, StatusStore, Verdict, cause_of_end, connection_broke
 
 T = TypeVar("T")
 
@@ -36,27 +34,21 @@ class PeerMonitor(threading.Thread):
     uses the store, so that a store that does not answer blocks no other thread."""
 
     def __init__(
-        self,
-        store: StatusStore,
-        rank: int,
-        peers: Sequence[Identity],
-        recorder: FlightRecorder,
-        links: Links | None = None,
+        self, store: StatusStore, rank: int, peers: Sequence[Identity], recorder: FlightRecorder, links: Links
     ) -> None:
         super().__init__(name="tpcore monitor", daemon=True)
         self.rank, self.peers, self.recorder = rank, peers, recorder
         self.verdict: Verdict | None = None
         self.sockets: set[int] = set()  # of the groups, to be cut when the job is lost
         self.partings: set[Callable[[], None]] = set()  # the same for groups that share memory
-        self._near = LocalRanks(rank, peers)
+        self._near, self._store, self._links = LocalRanks(rank, peers), store, links
         self.neighbours = frozenset(self._near.ranks)
-        self._store, self._links = store, links or Links({}, {})
         self._requests, self._selector = Requests(), selectors.DefaultSelector()
         self._selector.register(self._requests.fd, selectors.EVENT_READ)
         self._closed, self._hook = False, sys.excepthook
         self._cut_at: float | None = None
 
-    # -- called by the rank's own threads ---------------------------------------------------------------
+    # -- called by the rank's own threads
     def open(self) -> None:
         self.start()
         atexit.register(self._at_exit)
@@ -99,8 +91,8 @@ class PeerMonitor(threading.Thread):
 
     def post(self, verdict: Verdict) -> Verdict:
         """Make ``verdict`` the job's verdict, unless there is one; return the job's verdict."""
-        holds = self._ask(lambda: self._store.post(verdict), None)
-        return self._accept(self.verdict or holds or verdict)
+        posted = self._ask(lambda: self._store.post(verdict), None)
+        return self._accept(self.verdict or posted or verdict)
 
     def sever(self) -> None:
         """Cut the connections, so that no rank waits for this one any more."""
@@ -115,7 +107,7 @@ class PeerMonitor(threading.Thread):
     def find(self, ranks: Sequence[int]) -> Verdict | None:
         """The verdict, if there is one or one of ``ranks`` is known to have ended."""
         found = self.look(ranks)
-        return None if found is None else self.post(found)
+        return found and self.post(found)
 
     def look(self, ranks: Sequence[int]) -> Verdict | None:
         """Like ``find``, but the verdict is not posted to the other ranks."""
@@ -124,22 +116,17 @@ class PeerMonitor(threading.Thread):
 
     def gone(self, rank: int) -> str | None:
         """How the process of ``rank`` ended; None if it may still run, as after an error or after it left the job."""
-        how = self._fate(rank)
-        if how is not None or rank in self._near.ranks:
+        how, who = self._fate(rank), f"rank {rank} ({self.peers[rank]}) "
+        if how is not None or rank in self.neighbours:
             return how
-        verdict, who = self.verdict, f"rank {rank} ({self.peers[rank]}) "
-        if verdict is None or not verdict.text.startswith(who):
-            return None
-        how = verdict.text[len(who) :]
+        how = self.verdict.text.removeprefix(who) if self.verdict else ""
         return how if how.startswith(("was killed", "exited", "is gone", "cannot")) else None
 
     def diagnose(self, members: Sequence[int], error: BaseException) -> Verdict:
         """The verdict after a connection within ``members`` broke: the lost rank and the reason."""
-        deadline = time.monotonic() + _GRACE
-        others = [m for m in members if m != self.rank]
+        deadline, others = time.monotonic() + _GRACE, [m for m in members if m != self.rank]
         while time.monotonic() < deadline:
-            found = self.find(others)
-            if found is not None:
+            if found := self.find(others):
                 return found
             time.sleep(0.02)
         reports = self.reports()
@@ -155,16 +142,16 @@ class PeerMonitor(threading.Thread):
 
     def state(self, rank: int, reports: Mapping[int, RankReport]) -> str:
         """A description of a rank that does not come, as the end of a sentence."""
-        peer, how, report = self.peers[rank], self._fate(rank), reports[rank]
+        peer, how, at = self.peers[rank], self._fate(rank), reports[rank].at
         if rank == self.rank:
             return ""
         if how is not None:
             return f" ({peer} {how})"
         if rank in self._near.stopped() or any(rank in other.stopped for other in reports.values()):
             return f" ({peer} is stopped, by SIGSTOP or a debugger)"
-        if not report.at:
+        if not at:
             return f" ({peer}, of which no report has come)"
-        silent = time.time() - report.at
+        silent = time.time() - at
         return f" ({peer}, no sign of life for {silent:.0f} s)" if silent > _SILENT else ""
 
     def _ask(self, fn: Callable[[], T], default: T) -> T:
@@ -186,11 +173,10 @@ class PeerMonitor(threading.Thread):
 
     def _at_exit(self) -> None:
         if os.getpid() == self.peers[self.rank].pid:
-            ended = "ended: its program finished or called sys.exit"
-            self._ask(lambda: self._store.end(self.rank, ended), None)
+            self._ask(lambda: self._store.end(self.rank, "ended: its program finished or called sys.exit"), None)
             self.sever()
 
-    # -- in either thread -------------------------------------------------------------------------------
+    # -- in either thread
     def _accept(self, verdict: Verdict) -> Verdict:
         if self.verdict is None:
             self._cut_at = time.monotonic() + _LINGER
@@ -201,9 +187,9 @@ class PeerMonitor(threading.Thread):
         return Verdict("lost", f"rank {rank} ({self.peers[rank]}) {how}")
 
     def _fate(self, rank: int) -> str | None:
-        return self._near.fate(rank) if rank in self._near.ranks else self._links.fates.get(rank)
+        return self.peers[rank].fate() if rank in self.neighbours else self._links.fates.get(rank)
 
-    # -- in the monitor's own thread --------------------------------------------------------------------
+    # -- in the monitor's own thread
     def run(self) -> None:
         # in this thread and not in the caller's: torch looks up the name of its peer's address, which takes
         # 5 s if no name server answers (seen in one connection of 25)
@@ -240,15 +226,14 @@ class PeerMonitor(threading.Thread):
 
     def _seen(self) -> Verdict | None:
         found = self.verdict or self._store.verdict() or self._cut_off()
-        return None if found is None else self._accept(found)
+        return found and self._accept(found)
 
     def _cut_off(self) -> Verdict | None:
         """The verdict if the store's host does not answer: no other rank can send it to this one."""
         if self._store.place is None or not self._store.cut_off:
             return None
         rank = self._links.lose(self._store.place[0])
-        lost = None if rank is None else self._lost(rank, str(self._fate(rank)))
-        return lost or Verdict("lost", self._store.trouble)
+        return Verdict("lost", self._store.trouble) if rank is None else self._lost(rank, str(self._fate(rank)))
 
     def _unlinked(self, rank: int) -> None:
         """The connection to the first rank of another host ended. Fatal if nothing of that host answers."""
@@ -280,8 +265,8 @@ class PeerMonitor(threading.Thread):
             log.error(verdict.text)
 
     def _look(self, ranks: Sequence[int]) -> Verdict | None:
-        ended = {r: how for r in ranks if (how := self._store.ended(r)) is not None}
-        for r, how in sorted(ended.items(), key=lambda item: not item[1].startswith("raised")):
+        ended = [(r, how) for r in ranks if (how := self._store.ended(r)) is not None]
+        for r, how in sorted(ended, key=lambda item: not item[1].startswith("raised")):
             fate = self._fate(r)
             known = how.startswith("raised") or fate in (None, GONE)
             return self._seen() or self._lost(r, how if known else str(fate))

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from ... import settings
 from ...errors import BackendError, CollectiveTimeoutError, PeerLostError
 
+_HOST = "127.0.0.1"
 _VARIABLES = (settings.RANK, settings.WORLD_SIZE, settings.MASTER_ADDR, settings.MASTER_PORT)
 
 Lost = Callable[[Sequence[int]], BackendError | None]
@@ -73,12 +74,10 @@ def store_of_environment(timeout: float) -> tuple[dist.Store, int, int] | None:
         store: dist.Store = dist.FileStore(settings.STORE.get(), -1)
         store.set_timeout(timedelta(seconds=timeout))
         return store, settings.RANK.get(), settings.WORLD_SIZE.get()
-    values = {variable.name: variable.text() for variable in _VARIABLES}
     if not settings.RANK.is_set and not settings.WORLD_SIZE.is_set:
         return None
-    unset = [name for name, value in values.items() if not value]
-    if unset:
-        given = {name: value for name, value in values.items() if value}
+    if unset := [variable.name for variable in _VARIABLES if not variable.is_set]:
+        given = {variable.name: variable.text() for variable in _VARIABLES if variable.is_set}
         raise BackendError(f"{given} is set, but not {', '.join(unset)}: torchrun sets all of them, or none must be")
     try:
         rank, world, port = (v.get() for v in (settings.RANK, settings.WORLD_SIZE, settings.MASTER_PORT))
@@ -109,10 +108,9 @@ def _of_this_start(store: dist.Store, rank: int, world: int, timeout: float) -> 
             store.set(f"{name}/{rank}", "")
             break
         if missing and time.monotonic() > deadline:
+            waited = f"rank {rank} waited {timeout:g} s to start"
             who = ", ".join(map(str, sorted(missing)))
-            raise CollectiveTimeoutError(
-                f"rank {rank} waited {timeout:g} s to start: rank {who} of {world} did not come"
-            )
+            raise CollectiveTimeoutError(f"{waited}: rank {who} of {world} did not come")
         time.sleep(pause)
         pause = min(2 * pause, 0.1)
     return dist.PrefixStore(name, store)
@@ -133,16 +131,9 @@ def _answer(store: dist.Store, name: str, missing: set[int], answered: set[str])
 def _tcp_store(host: str, port: int, rank: int, world: int, timeout: float) -> dist.Store:
     """The store of torch's env://, without its wait for all ranks: ``Rendezvous.meet`` can name them."""
     of_launcher = settings.AGENT_STORE.get()
+    hosts, seconds = rank == 0 and not of_launcher, timedelta(seconds=timeout)
     try:
-        return dist.TCPStore(
-            host,
-            port,
-            world,
-            is_master=rank == 0 and not of_launcher,
-            timeout=timedelta(seconds=timeout),
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
+        return dist.TCPStore(host, port, world, hosts, seconds, wait_for_workers=False, multi_tenant=True)
     except (dist.DistNetworkError, dist.DistStoreError) as e:
         owner = "the launcher" if of_launcher else "rank 0"
         raise CollectiveTimeoutError(
@@ -152,16 +143,16 @@ def _tcp_store(host: str, port: int, rank: int, world: int, timeout: float) -> d
 
 def address_towards(store: dist.Store, alone: bool) -> str:
     """The address at which other ranks reach this host. ``alone``: all ranks are on this host."""
-    store = _innermost(store)
-    host, port = (store.host, store.port) if isinstance(store, dist.TCPStore) else (socket.gethostname(), 1)
-    if alone and not isinstance(store, dist.TCPStore):
-        return "127.0.0.1"
+    place = place_of_server(store)
+    if alone and place is None:
+        return _HOST
+    host, port = place or (socket.gethostname(), 1)
     # sends no packet: the kernel returns the source address that it would use
     for family, kind, protocol, _, at in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
         with suppress(OSError), socket.socket(family, kind, protocol) as s:
             s.connect(at)
             return str(s.getsockname()[0])
-    return "127.0.0.1"
+    return _HOST
 
 
 def place_of_server(store: dist.Store) -> tuple[str, int] | None:
@@ -193,17 +184,11 @@ def _innermost(store: dist.Store) -> dist.Store:
     return store
 
 
-_HOST = "127.0.0.1"
-
-
 def host_store() -> tuple[Any, dict[str, str]]:
     """The store, which exists as long as it is referenced, and the environment variables for the ranks."""
     # a listening socket of our own: TCPStore would listen on all interfaces, whatever its host is
     listener = socket.create_server((_HOST, 0))
     port = listener.getsockname()[1]
     store = dist.TCPStore(_HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-    return store, {
-        settings.MASTER_ADDR.name: _HOST,
-        settings.MASTER_PORT.name: str(store.port),
-        settings.AGENT_STORE.name: "True",
-    }
+    place = {settings.MASTER_ADDR.name: _HOST, settings.MASTER_PORT.name: str(port)}
+    return store, place | {settings.AGENT_STORE.name: "True"}

@@ -20,12 +20,10 @@ from ...errors import BackendError, CollectiveMismatchError
 from ...runtime.consensus import agree
 from ...settings import CHECK
 from .fingerprints import FingerprintExchange, connected
-from .flight_recorder import FlightRecorder, Verdict
-from .host import Identity, sockets
-from .links import SECONDS, Links
+from .host import SECONDS, Identity, Links, sockets
 from .peers import PeerMonitor
 from .rendezvous import Rendezvous, address_towards, folder_beside, own_client, place_of_server, timed_out
-from .status_store import StatusStore
+from .status import FlightRecorder, StatusStore, Verdict
 from .waiting import Waiting
 
 Members = tuple[int, ...]
@@ -47,8 +45,7 @@ class Supervisor:
         # a program may start, stop and start again at one store, which keeps the old keys
         self.store = store = dist.PrefixStore(f"tpcore{store.add(f'tpcore/starts/{rank}', 1)}", store)
         self._rank, self._timeout, self._checked = rank, timeout, checked_calls()
-        self._library, self._lazy = tuple(library), lazy
-        self._recorder = FlightRecorder()
+        self._library, self._lazy, self._recorder = tuple(library), lazy, FlightRecorder()
         self._rendezvous = Rendezvous(store, rank, world, timeout)
         self._made: Counter[Members] = Counter()
         self._waiting: dict[Any, Waiting] = {}
@@ -69,7 +66,7 @@ class Supervisor:
             with suppress(BackendError):
                 briefly.meet("refuse to start", "")
             raise
-        connect = partial(own_client, store, monitor_of(found[0][2]), self._timeout)
+        connect = partial(own_client, store, _MONITOR.format(found[0][2]), self._timeout)
         identities = [Identity(*peer) for peer, *_ in found]
         self._address = address_towards(store, all(i.hostname == identities[0].hostname for i in identities))
         silent, place = min(SECONDS, self._timeout), place_of_server(store)
@@ -78,27 +75,25 @@ class Supervisor:
 
     @staticmethod
     def _alike(found: Sequence[Any]) -> None:
-        jobs = [theirs for *_, theirs in found]
+        _, calls, _, versions, jobs = zip(*found, strict=True)
         apart = "two jobs were given one address. Give each a MASTER_PORT of its own"
-        same = {
+        same: dict[str, Sequence[Any]] = {
             f"rank 0 has {name}={{}} and rank {{}} {{}}: {apart}": [theirs.get(name, jobs[0][name]) for theirs in jobs]
             for name in jobs[0]
         }
-        calls = f"{CHECK.name} must be the same on all ranks; calls to check are rank 0: {{}}, rank {{}}: {{}}"
-        same[calls] = [checked for _, checked, *_ in found]
-        same["rank 0 runs {} and rank {} {}: install the same on all"] = [version for *_, version, _ in found]
+        same[f"{CHECK.name} must be the same on all ranks; calls to check are rank 0: {{}}, rank {{}}: {{}}"] = calls
+        same["rank 0 runs {} and rank {} {}: install the same on all"] = versions
         for text, values in same.items():
             agree(values, lambda rank, first, other: ValueError(text.format(first, rank, other)))  # noqa: B023
 
     def _linked(self, identities: Sequence[Identity], silent: float) -> Links:
         """The first ranks of all hosts, connected, if there are several hosts."""
-        first: dict[str, int] = {}
+        first, hosts = dict[str, int](), dict[str, list[int]]()
         for rank, identity in enumerate(identities):
             first.setdefault(identity.host or str(rank), rank)
         heads = list(first.values())
         if len(heads) == 1:
             return Links({}, {})
-        hosts: dict[str, list[int]] = {}
         for rank, address in enumerate(self._rendezvous.meet("tell addresses", self._address)):
             hosts.setdefault(address, []).append(rank)
         if self._rank not in heads:
@@ -113,18 +108,14 @@ class Supervisor:
 
     def agree_on_group(self, number: int, partition: tuple[Members, ...]) -> None:
         """Raise CollectiveMismatchError on all ranks if they are about to make different groups."""
-        agree(
-            self._rendezvous.meet(f"make group {number}", repr(partition), self._lost),
-            lambda rank, first, other: CollectiveMismatchError(
-                f"ranks 0 and {rank} disagree on the next groups to make (is tp the same on both?):\n"
-                f"  rank 0: {first}\n  rank {rank}: {other}"
-            ),
-        )
+        text = "ranks 0 and {0} disagree on the next groups to make (is tp the same on both?):"
+        text += "\n  rank 0: {1}\n  rank {0}: {2}"
+        found = self._rendezvous.meet(f"make group {number}", repr(partition), self._lost)
+        agree(found, lambda *differing: CollectiveMismatchError(text.format(*differing)))
 
     @contextmanager
     def connecting(self, members: Sequence[int], opened: Sockets = sockets) -> Iterator[None]:
-        """Connect to ``members`` in the block: an error names the failed rank, and new sockets are cut in a lost
-        job."""
+        """Connect to ``members`` in the block: an error names the failed rank; a lost job's new sockets are cut."""
         before = opened()
         try:
             yield
@@ -139,8 +130,7 @@ class Supervisor:
     def _late(self, members: Sequence[int], error: RuntimeError) -> Verdict:
         """The verdict after ``members`` did not connect in time: a lost rank, or what is known of each."""
         peers, others = self.peers, [m for m in members if m != self._rank]
-        lost = peers.find(others)
-        if lost is not None:
+        if lost := peers.find(others):
             return lost
         reports = peers.reports()
         who = ", ".join(f"rank {m}{peers.state(m, reports)}" for m in others)
@@ -186,8 +176,7 @@ class Supervisor:
         if self.peers.verdict is not None:
             self.peers.sever()
             # Never destroyed: that would join the threads of calls under way, and gloo does not always wake a thread
-            # whose connection was cut while it sent (torch 2.13: in 1 of 20 to 30 jobs of 4 ranks in which a rank
-            # ended in the middle of a sum), so that it waits for the group's timeout, half an hour by default.
+            # whose connection was cut while it sent (torch 2.13: in 1 of 20 to 30 jobs of 4 ranks): half an hour.
             for pg in self._waiting:
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(pg))
         for waiting in self._waiting.values():
@@ -196,11 +185,7 @@ class Supervisor:
 
 
 _TWICE = "tpcore/twice"
-
-
-def monitor_of(token: str) -> str:
-    """The part of the store with the status of the job whose rank 0 drew ``token``."""
-    return f"tpcore monitor {token}"
+_MONITOR = "tpcore monitor {}"  # the part of the store with the status of the job whose rank 0 drew this token
 
 
 def claim(store: dist.Store, rank: int, own: Identity, token: str, timeout: float) -> None:
@@ -214,10 +199,8 @@ def claim(store: dist.Store, rank: int, own: Identity, token: str, timeout: floa
         return
     place = place_of_server(store)
     where = "" if place is None else f" to {place[0]}:{place[1]}"
-    text = (
-        f"rank {rank} has come twice{where}, as {holder} and as {own}: two jobs have one "
-        "address, or two processes one RANK. Give each job a MASTER_PORT of its own"
-    )
+    text = f"rank {rank} has come twice{where}, as {holder} and as {own}: two jobs have one address, or two processes"
+    text += " one RANK. Give each job a MASTER_PORT of its own"
     store.set(_TWICE, text)
     if status is not None:
         status.post(Verdict("lost", text))
@@ -233,7 +216,7 @@ def _status(store: dist.Store, timeout: float) -> StatusStore | None:
     """The status of the job whose rank 0 is at ``store``."""
     if not store.check(["tpcore/rank/0"]):
         return None
-    prefix = monitor_of(json.loads(store.get("tpcore/rank/0"))[1])
+    prefix = _MONITOR.format(json.loads(store.get("tpcore/rank/0"))[1])
     status = StatusStore(partial(own_client, store, prefix, timeout))
     status.open()
     return status

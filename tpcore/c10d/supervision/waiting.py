@@ -15,8 +15,8 @@ from torch import Tensor
 from ...comm.signature import ALL, Call, call_place
 from ...errors import BackendError
 from .fingerprints import FingerprintExchange
-from .flight_recorder import Entry, Verdict, connection_broke, timeout_report
 from .peers import PeerMonitor
+from .status import Entry, Verdict, connection_broke, timeout_report
 
 _LOOK = 17  # past the first calls, the place of every 17th is compared: a prime, so it drifts through a step
 _TIMED_OUT = ("Timed out waiting", "Application timeout")  # gloo's words: of a call, and of others beside it
@@ -45,8 +45,7 @@ class Waiting:
         self.fingerprints: FingerprintExchange | None = None
         self.places, self._library = checked == ALL, library
         self._entries, self._recorder, self._peers = peers.recorder.entries, peers.recorder, peers
-        self.neighbours = peers.neighbours
-        """The ranks of this host, this one among them."""
+        self.neighbours = peers.neighbours  # the ranks of this host, this one among them
         peers.recorder.groups.append(self)
 
     def enter(self, op: str, x: Tensor) -> None:
@@ -82,8 +81,7 @@ class Waiting:
 
     def ask_after(self, position: int, came: Callable[[], bool]) -> None:
         """Post that the job is lost if the late member at ``position`` has ended before it ``came``."""
-        ended = self._peers.look([self.members[position]])
-        if ended is not None and not came():
+        if (ended := self._peers.look([self.members[position]])) and not came():
             self._peers.post(ended)
 
     def parting(self, part: Callable[[], None]) -> Callable[[], None]:
@@ -118,7 +116,7 @@ class Waiting:
     def settle(self) -> None:
         """Raise if the fingerprints received so far show that ranks have made different calls."""
         self._raise_if_over()
-        if self.fingerprints is not None and not self.fingerprints.settled:
+        if self.fingerprints is not None and self.fingerprints.sent:
             self.fingerprints.read()
             self._raise_if_differing(self.fingerprints)
 
@@ -141,8 +139,7 @@ class Waiting:
 
     def _raise_if_lost(self, deadline: float) -> None:
         """Raise the job's verdict, if there is one, or that the time is over."""
-        final = self._peers.final()
-        if final is not None:
+        if final := self._peers.final():
             raise final.error(self._recorder.last()) from None
         if time.monotonic() > deadline:
             raise self.expire() from None
@@ -161,19 +158,17 @@ class Waiting:
 
     def _raise_if_over(self) -> None:
         """On a device with a queue nothing else raises the job's verdict: no wait fails."""
-        if self._lazy and (error := self.lost_job) is not None:
+        if self._lazy and (error := self.lost_job):
             raise error
 
     def expire(self) -> BackendError:
         """Post that a collective of this group was not complete in time, and return the job's error."""
-        peers = self._peers
-        reports = peers.reports()
+        peers, reports = self._peers, self._peers.reports()
         text = timeout_report(peers.rank, self.members, self._timeout, reports, lambda r: peers.state(r, reports))
         return peers.post(Verdict("timeout", text)).error(self._recorder.last())
 
     def _raise_if_differing(self, fingerprints: FingerprintExchange) -> None:
-        found = fingerprints.differing()
-        if found is not None:
+        if found := fingerprints.differing():
             raise fingerprints.error(*found, partial(self._arrive, fingerprints)) from None
 
     def _arrive(self, fingerprints: FingerprintExchange, arrived: Callable[[], bool]) -> None:

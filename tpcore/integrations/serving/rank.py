@@ -21,7 +21,7 @@ from transformers.generation.continuous_batching.utils import logger as engine_l
 from ...errors import BackendError
 from ...log import inform, log
 from ...models import lazy, parallelize
-from ...processes.spawn import follow
+from ...processes.launch import follow
 from ...runtime.context import current
 from ...runtime.init import init
 from ...runtime.memory import keep_freed_memory

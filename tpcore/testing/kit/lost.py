@@ -24,7 +24,7 @@ from ... import settings
 from ...backend.interface import Backend
 from ...comm.comm import Comm
 from ...errors import CollectiveTimeoutError, PeerLostError
-from ...processes.spawn import Processes, follow
+from ...processes.launch import Processes, follow
 from ...runtime.context import ParallelContext
 from ...runtime.init import init
 from .collectives import METHODS, Wrong, calls, differs

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.export import Dim
 
 from ...backend.interface import DynamicDim
-from ..inputs import Arguments, Shape
-from ..structure import Form
+from ..inputs import Arguments, Form, Shape
 
 
 def declared(
@@ -21,36 +20,29 @@ def declared(
     dimension to ``torch.export.Dim``, name or None; a sequence of these; or None. Otherwise ValueError."""
     found: list[Mapping[int, Any]] = [{} for _ in leaves]
     given = dict(arguments.form["dict"])
-    if sizes is not None:
-        by_name = (
-            sizes if isinstance(sizes, Mapping) else dict(zip(given, _one_per_argument(sizes, given), strict=True))
-        )
-        for name, one in by_name.items():
-            if name not in given:
-                raise ValueError(f"dynamic_shapes has {name!r}; the traced arguments are {list(given)}")
-            _walk(one, given[name], f"dynamic_shapes[{name!r}]", found)
+    if sizes is not None and not isinstance(sizes, Mapping):
+        if not isinstance(sizes, Sequence) or isinstance(sizes, str) or len(sizes) != len(given):
+            raise ValueError(f"dynamic_shapes must be a dict or have one entry for each of {list(given)}")
+        sizes = dict(zip(given, sizes, strict=True))
+    for name, one in (sizes or {}).items():
+        if name not in given:
+            raise ValueError(f"dynamic_shapes has {name!r}; the traced arguments are {list(given)}")
+        _walk(one, given[name], f"dynamic_shapes[{name!r}]", found)
     dims: dict[str, DynamicDim] = {}
     shapes: list[Shape] = []
-    for i, t in enumerate(leaves):
+    for i, (t, name) in enumerate(zip(leaves, arguments.names, strict=True)):
         shape: list[int | str] = list(t.shape)
         for at, value in found[i].items():
-            name = arguments.names[i]
             if not isinstance(at, int) or not -t.ndim <= at < t.ndim:
                 raise ValueError(f"dynamic_shapes: no dim {at!r} in {name} of shape {list(t.shape)}")
             dim = _dim(value, f"{name} dim {at % t.ndim}")
             if dims.setdefault(dim.name, dim) != dim:
                 raise ValueError(f"dynamic_shapes: {dim.name!r} has two ranges, {dim} and {dims[dim.name]}")
-            if t.shape[at] < dim.min or (dim.max is not None and t.shape[at] > dim.max):
+            if not dim.takes(t.shape[at]):
                 raise ValueError(f"{name} has shape {list(t.shape)}: its dim {at} is outside of {dim}")
             shape[at] = dim.name
         shapes.append(tuple(shape))
     return tuple(shapes), dims
-
-
-def _one_per_argument(sizes: Any, given: Mapping[str, Form]) -> Sequence[Any]:
-    if not isinstance(sizes, Sequence) or isinstance(sizes, str) or len(sizes) != len(given):
-        raise ValueError(f"dynamic_shapes must be a dict or have one entry for each of {list(given)}")
-    return sizes
 
 
 def _walk(sizes: Any, form: Form, where: str, found: list[Mapping[int, Any]]) -> None:
@@ -61,17 +53,14 @@ def _walk(sizes: Any, form: Form, where: str, found: list[Mapping[int, Any]]) ->
         if not isinstance(sizes, Mapping | Sequence) or isinstance(sizes, str):
             raise ValueError(f"{where} must be a dict from dimension to Dim, or a list, not {sizes!r}")
         by_dim = sizes.items() if isinstance(sizes, Mapping) else enumerate(sizes)
-        found[inner] = {at: value for at, value in by_dim if not _static(value)}
+        dynamic = {at: v for at, v in by_dim if not (v is None or isinstance(v, int) or v is Dim.STATIC)}
+        found[inner] = dynamic
     elif kind in ("tuple", "list"):
         for i, (one, f) in enumerate(zip(sizes, inner, strict=True)):
             _walk(one, f, f"{where}[{i}]", found)
     elif kind != "value":
         for key, f in inner:
             _walk(sizes.get(key), f, f"{where}[{key!r}]", found)
-
-
-def _static(value: Any) -> bool:
-    return value is None or isinstance(value, int) or value is Dim.STATIC
 
 
 def _dim(value: Any, place: str) -> DynamicDim:
@@ -110,9 +99,7 @@ def output_shapes(
     outputs: Sequence[Sequence[Sequence[int]]], buckets: Sequence[Mapping[str, int]]
 ) -> tuple[Shape, ...]:
     """Shapes of the outputs, with names of the inputs' dims. ``outputs``: shapes from each bucket's program.
-
-    ValueError if an output's size changes from bucket to bucket, but not together with an input's size.
-    """
+    ValueError if an output's size changes from bucket to bucket, but not together with an input's size."""
     found: list[Shape] = []
     sizes_of = {name: tuple(bucket[name] for bucket in buckets) for name in (buckets[0] if buckets else ())}
     for i, shapes in enumerate(zip(*outputs, strict=True)):

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,8 +32,7 @@ from ..artifact import (
     weights_file,
     write_weights,
 )
-from ..inputs import Arguments, Inputs
-from ..structure import Form, put_together, take_apart
+from ..inputs import Arguments, Form, Inputs, put_together, take_apart
 from .dynamic import by_example, declared, output_shapes
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -53,8 +52,7 @@ class Order:
     save_id: str
 
 
-@dataclass(frozen=True)
-class Traced:
+class Traced(NamedTuple):
     inputs: Inputs
     outputs: OutputSpec
     weights: dict[str, Weight]
@@ -64,13 +62,9 @@ class Traced:
 def trace_rank(order: Order) -> Traced:
     ctx = init(order.backend, order.tp)
     try:
-        return trace_in(ctx, order)
+        return Tracer(order, ctx).trace()
     finally:
         shutdown()
-
-
-def trace_in(ctx: ParallelContext, order: Order) -> Traced:
-    return _Rank(order, ctx).trace()
 
 
 def assembled(order: Order, ranks: Sequence[Traced], pad_value: float | Mapping[str, float]) -> TraceManifest:
@@ -111,7 +105,9 @@ class _Function:
         return leaves + state
 
 
-class _Rank:
+class Tracer:
+    """Traces on one rank of ``ctx``; collective."""
+
     def __init__(self, order: Order, ctx: ParallelContext) -> None:
         self._order, self._ctx = order, ctx
 
@@ -126,19 +122,21 @@ class _Rank:
         arguments, examples = bound[0][0], [leaves for _, leaves in bound]
         if any(other != arguments for other, _ in bound):
             raise ValueError("bucket_inputs: the examples differ in more than the sizes of their tensors")
-        state = _names_of(aliases, model)
+        names = {t: name for name, t in (*model.named_parameters(), *model.named_buffers())}
+        if missing := [i for t, i in aliases.items() if t not in names]:
+            raise ValueError(f"aliases: what outputs {missing} become is no parameter or buffer of the model")
         inputs = self._inputs(arguments, examples)
-        seen: list[_Function] = []
+        seen: list[tuple[Form, list[list[int]]]] = []
         for number, leaves in enumerate(examples):
             sizes = f" for {[list(t.shape) for t in leaves]}" if inputs.buckets else ""
             self._say(f"tracing{sizes}")
-            seen.append(
-                self._program(_Function(model, arguments, tuple(aliases.values())), weights, leaves, inputs, number)
-            )
+            fn = _Function(model, arguments, tuple(aliases.values()))
+            seen.append(self._program(fn, weights, leaves, inputs, number))
         self._say("writing weights")
         record = write_weights(self._order.folder, self._ctx.rank, weights, self._order.save_id)
-        shapes = output_shapes([s.shapes for s in seen], inputs.buckets)
-        return Traced(inputs, OutputSpec(seen[0].form, shapes, state), described, record)
+        shapes = output_shapes([shapes for _, shapes in seen], inputs.buckets)
+        outputs = OutputSpec(seen[0][0], shapes, tuple(names[t] for t in aliases))
+        return Traced(inputs, outputs, described, record)
 
     def _say(self, doing: str) -> None:
         inform(f"trace: rank {self._ctx.rank} of {self._order.tp}: {doing}")
@@ -147,9 +145,8 @@ class _Rank:
         made = self._order.func()
         model, aliases = made if isinstance(made, tuple) and len(made) == 2 else (made, {})
         if not isinstance(model, nn.Module):
-            raise TypeError(
-                f"the function to trace returned a {type(made).__name__}; it must return the model, or (model, aliases)"
-            )
+            kind = type(made).__name__
+            raise TypeError(f"the function to trace returned a {kind}; it must return the model, or (model, aliases)")
         return model, dict(aliases or {})
 
     def _weights(self, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Weight]]:
@@ -191,11 +188,10 @@ class _Rank:
     @torch.no_grad()
     def _program(
         self, fn: _Function, weights: Mapping[str, Tensor], leaves: Sequence[Tensor], inputs: Inputs, number: int
-    ) -> _Function:
-        """Trace one program, and check that it computes the same outputs as the model."""
-        device = self._ctx.device
+    ) -> tuple[Form, list[list[int]]]:
+        """Trace one program, and check that it computes the same outputs as the model: their form and shapes."""
         # copies: one tensor given as two inputs would become one input of the program, which reads it twice
-        leaves = [t.to(device, copy=True) for t in leaves]
+        leaves = [t.to(self._ctx.device, copy=True) for t in leaves]
         folder = program_dir(self._order.folder, number)
         folder.mkdir(parents=True, exist_ok=True)
         dims = [
@@ -210,7 +206,7 @@ class _Rank:
             return weights
 
         want = [t.to("cpu", copy=True) for t in fn(weights, leaves)]
-        seen = _Function(fn.model, fn.arguments, fn.returned_state, fn.form, fn.shapes)
+        form, shapes = fn.form, fn.shapes
         self._ctx.backend.trace(fn, restored(), leaves, dims, folder)
         gather_bytes(b"written", self._ctx.world)
         program = self._ctx.backend.load_program(folder, restored())
@@ -223,9 +219,9 @@ class _Rank:
                     f"output {i} of the traced program differs from the model's by {worst:.3g}: something in "
                     "the model's forward does not survive tracing"
                 )
-            if i < len(seen.shapes):  # the outputs after these are state, which may be cut
+            if i < len(shapes):  # the outputs after these are state, which may be cut
                 self._check_returned(i, a)
-        return seen
+        return form, shapes
 
     def _check_returned(self, i: int, t: Tensor) -> None:
         """ValueError if ranks return different outputs: a caller gets only those of the first rank."""
@@ -236,11 +232,3 @@ class _Rank:
                     f"output {i}, of shape {list(t.shape)}, is another on rank {rank} than on rank 0, whose "
                     "outputs are returned: gather it (gather_output=True in a last ColumnParallelLinear)"
                 )
-
-
-def _names_of(aliases: Mapping[Tensor, int], model: nn.Module) -> tuple[str, ...]:
-    """The names of the parameters and buffers that outputs replace."""
-    names = {t: name for name, t in (*model.named_parameters(), *model.named_buffers())}
-    if missing := [i for t, i in aliases.items() if t not in names]:
-        raise ValueError(f"aliases: what outputs {missing} become is no parameter or buffer of the model")
-    return tuple(names[t] for t in aliases)

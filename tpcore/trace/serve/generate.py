@@ -32,9 +32,8 @@ def generate(
     one repeats it, and all rows end when each has. ``choose``: the tokens of the next step, ``[rows]``, from logits
     ``[rows, vocabulary]``.
 
-    The cache holds one generation at a time: when another begins, the earlier one raises RuntimeError. Raises
-    ValueError for a model without a cache, and for prompts that do not fit, before the first call.
-    """
+    The cache holds one generation at a time: when another begins, the earlier one raises RuntimeError.
+    ValueError for a model without a cache, and for prompts that do not fit, before the first call."""
     rows, _, _ = _sizes(model)
     if len(prompts) > rows:
         raise ValueError(f"{len(prompts)} prompts: the cache has {rows} rows; generate_each takes any number")
@@ -66,8 +65,7 @@ def generate_each(
     """Yield ``(number of a prompt, its next token)``, as soon as there is one, for any number of prompts.
 
     A row of the cache that has come to its end takes the next prompt, in the order of ``prompts``, while the other rows
-    go on. The arguments and errors are those of ``generate``, which steps rows together.
-    """
+    go on. The arguments and errors are those of ``generate``, which steps rows together."""
     rows, longest, chunk = _sizes(model)
     ids = [list(map(int, prompt)) for prompt in prompts]
     if not ids or not all(ids):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -19,8 +19,7 @@ from ...checkpoint.storage.publish import OwnedDirectory
 from ...checkpoint.storage.tensorfile import write_tensors
 from ...checkpoint.write.snapshot import StateTensor
 from ..artifact import TracedFile, TraceManifest, weights_file
-from ..inputs import ranges
-from ..structure import put_together
+from ..inputs import put_together, ranges
 from .workers import Workers
 
 
@@ -54,8 +53,7 @@ class TensorParallelModel(nn.Module):
     dict has attribute access if the original's has. The ranks are processes of this object. They end with
     ``close()``, with a with block, with the program and with the object. Calls from several threads are served in
     order of arrival. ``timeout``: seconds that a call may take, or None. ``restart``: if processes were lost, start
-    them again in the next call. Otherwise every later call raises the error that lost them.
-    """
+    them again in the next call. Otherwise every later call raises the error that lost them."""
 
     def __init__(
         self,
@@ -109,7 +107,8 @@ class TensorParallelModel(nn.Module):
         sizes = inputs.sizes(leaves)
         program = inputs.program(sizes, leaves)
         if inputs.buckets:
-            leaves = self._padded(leaves, program)
+            pads = [self.manifest.pad_value.get(name, 0) for name in inputs.arguments.names]
+            leaves = [inputs.padded(t, i, program, pad) for i, (t, pad) in enumerate(zip(leaves, pads, strict=True))]
         with self._turn:
             running = self._running()
             if use is not None and use != self._uses_of_state:
@@ -121,19 +120,10 @@ class TensorParallelModel(nn.Module):
                 found = running.call(program, leaves, self.timeout)
             except IndexError as e:
                 raise IndexError(f"{e}: {ranges(leaves, inputs.arguments.names)}") from None
-        if inputs.buckets:
-            found = [self._cut(i, t, sizes) for i, t in enumerate(found)]
+        if inputs.buckets:  # without the padding
+            for i, shape in enumerate(self.manifest.outputs.shapes):
+                found[i] = found[i][tuple(slice(sizes[m] if isinstance(m, str) else m) for m in shape)].contiguous()
         return put_together(self.manifest.outputs.form, found)
-
-    def _padded(self, leaves: Sequence[Tensor], program: int) -> list[Tensor]:
-        inputs, pad = self.manifest.inputs, self.manifest.pad_value
-        names = enumerate(inputs.arguments.names)
-        return [inputs.padded(leaves[i], i, program, pad.get(name, 0)) for i, name in names]
-
-    def _cut(self, i: int, t: Tensor, sizes: Mapping[str, int]) -> Tensor:
-        """Output ``i`` without its padding."""
-        shape = self.manifest.outputs.shapes[i]
-        return t[tuple(slice(sizes[m] if isinstance(m, str) else m) for m in shape)].contiguous()
 
     def replace_weights(self, source: str | PathLike[str] | Mapping[str, Tensor]) -> None:
         """Other weights, without tracing again: a checkpoint in any form and at any degree, or an unsharded
@@ -151,16 +141,14 @@ class TensorParallelModel(nn.Module):
         self._owned.append(new)
 
     def _replace(self, source: str | PathLike[str] | Mapping[str, Tensor], folder: Path) -> None:
-        path, save_id = str(folder / "unsharded.safetensors"), uuid.uuid4().hex
+        save_id = uuid.uuid4().hex
+        path = str(folder / "unsharded.safetensors" if isinstance(source, Mapping) else Path(source).absolute())
         if isinstance(source, Mapping):
-            held = {name: StateTensor(t) for name, t in source.items() if isinstance(t, Tensor)}
-            write_tensors(path, held, {})
-        else:
-            path = str(Path(source).absolute())
+            write_tensors(path, {name: StateTensor(t) for name, t in source.items() if isinstance(t, Tensor)}, {})
         with self._turn:
             workers = self._running()
-            records = workers.ask("reshard", source=path, folder=str(folder), save_id=save_id)
-            workers.ask("take", folder=str(folder))
+            records = workers.ask("reshard", path, str(folder), save_id)
+            workers.ask("take", str(folder))
             self._uses_of_state += 1
             workers.weights = folder
         files = dict(self.manifest.files)

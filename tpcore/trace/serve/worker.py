@@ -18,9 +18,8 @@ from ... import settings
 from ...backend.interface import LoadedProgram
 from ...checkpoint.forms.source import Reading
 from ...checkpoint.read.source import read_shards
-from ...processes.shared_memory import Place, SharedBuffer, fill
-from ...processes.spawn import follow
-from ...processes.transfer import Outcome, pack_outcome
+from ...processes.launch import follow
+from ...processes.transfer import Outcome, Place, SharedBuffer, pack_outcome
 from ...runtime.context import ParallelContext
 from ...runtime.init import init
 from ...runtime.memory import in_huge_pages, keep_freed_memory
@@ -41,15 +40,13 @@ class Rank:
     def take(self, folder: str) -> None:
         """Use the weights in ``folder`` from now on."""
         self._weights = read_weights(Path(folder), self._ctx.rank, self._manifest)
-        load = self._ctx.backend.load_program
-        device = self._ctx.device
+        load, device = self._ctx.backend.load_program, self._ctx.device
         if device.type == "cpu" and settings.HUGE_PAGES.get():  # what all ranks have stays mapped
             cut = {name for name, weight in self._manifest.weights.items() if weight.spec.dim is not None}
             self._weights |= in_huge_pages({name: t for name, t in self._weights.items() if name in cut})
         self._weights = {name: t.to(device) for name, t in self._weights.items()}
-        self._programs: list[LoadedProgram] = [
-            load(program_dir(self._folder, i), self._weights) for i in range(self._manifest.programs)
-        ]
+        folders = [program_dir(self._folder, i) for i in range(self._manifest.programs)]
+        self._programs: list[LoadedProgram] = [load(program, self._weights) for program in folders]
 
     @torch.inference_mode()
     def run(self, program: int, inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -70,52 +67,37 @@ class Rank:
         return write_weights(Path(folder), self._ctx.rank, found, save_id)
 
 
-class _Service:
-    """Answers requests until the owner closes the model."""
+def _serve(rank: Rank, inputs: SharedBuffer, outputs: SharedBuffer, requests: Connection, replies: Connection) -> None:
+    """Answer requests until the owner closes the model."""
+    first, request = settings.RANK.get() == 0, select.poll()
+    request.register(requests, select.POLLIN)
 
-    def __init__(self, rank: Rank, inputs: SharedBuffer, outputs: SharedBuffer) -> None:
-        self._rank, self._inputs, self._outputs = rank, inputs, outputs
-        self._first = settings.RANK.get() == 0
-
-    def call(self, program: int, inputs: tuple[Place, ...]) -> Reply:
+    def call(program: int, places: tuple[Place, ...]) -> Reply:
         started = time.perf_counter()
-        found = self._rank.run(program, self._inputs.get(inputs))
+        found = rank.run(program, inputs.get(places))
         seconds = time.perf_counter() - started
         # the outputs are the same on all ranks: the first rank returns them
-        return True, self._put(found) if self._first else (), seconds
+        return True, outputs.put(found) if first else (), seconds
 
-    def _put(self, tensors: Sequence[Tensor]) -> tuple[Place, ...]:
-        """Copy tensors to the buffer of outputs. Returns their places."""
-        places = self._outputs.place(tensors)
-        fill(self._outputs.get(places), tensors)
-        return places
-
-    def serve(self, requests: Connection, replies: Connection) -> None:
-        request = select.poll()
-        request.register(requests, select.POLLIN)
-        while True:
-            if self._first:
-                _stay_awake(request)
-            try:
-                name, arguments = pickle.loads(requests.recv_bytes())
-            except EOFError:
-                return
-            try:
-                if name == "call":
-                    reply = self.call(**arguments)
-                else:  # take, reshard
-                    reply = True, getattr(self._rank, name)(**arguments), 0.0
-            except BaseException as e:  # noqa: BLE001  passed to the owner
-                reply = _failed(e)
-            replies.send_bytes(pickle.dumps(reply))
+    while True:
+        if first:
+            _stay_awake(request)
+        try:
+            name, arguments = pickle.loads(requests.recv_bytes())
+        except EOFError:
+            return
+        try:
+            # call, or take and reshard of the rank
+            reply = call(*arguments) if name == "call" else (True, getattr(rank, name)(*arguments), 0.0)
+        except BaseException as e:  # noqa: BLE001  passed to the owner
+            reply = _failed(e)
+        replies.send_bytes(pickle.dumps(reply))
 
 
 def _stay_awake(request: select.poll) -> None:
-    """Yield the core to other processes, but keep it awake, as long as the next request is likely.
-
-    A sleeping core of a virtual machine takes 50 to 80 us to wake: for the owner when it gets the answer, and
-    for the ranks at the next call. One rank is enough.
-    """
+    """Yield the core to other processes, but keep it awake, as long as the next request is likely. A sleeping core of a
+    virtual machine takes 50 to 80 us to wake: for the owner when it gets the answer, and for the ranks at the next
+    call. One rank is enough."""
     until = time.monotonic() + _AWAKE
     os.sched_yield()
     while time.monotonic() < until and not request.poll(0):
@@ -138,7 +120,7 @@ def main(lifeline: int, folder: Path, weights: Path, fds: list[int]) -> None:
         replies.send_bytes(pickle.dumps(_failed(e)))
         raise
     replies.send_bytes(pickle.dumps((True, None, 0.0)))
-    _Service(rank, SharedBuffer(fds[2]), SharedBuffer(fds[3])).serve(requests, replies)
+    _serve(rank, SharedBuffer(fds[2]), SharedBuffer(fds[3]), requests, replies)
     # without shutdown(), which would wait for ranks that are ending too
     sys.stdout.flush()
     sys.stderr.flush()

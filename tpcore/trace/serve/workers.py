@@ -21,16 +21,14 @@ from torch import Tensor
 from ...backend.registry import backend_class
 from ...checkpoint.storage.publish import OwnedDirectory
 from ...errors import BackendError, PeerLostError
-from ...processes.shared_memory import SharedBuffer, fill
-from ...processes.spawn import Processes, serving_environment
-from ...processes.transfer import Outcome, death, root_cause, unpack_outcome
+from ...processes.launch import Processes, serving_environment
+from ...processes.transfer import Outcome, SharedBuffer, death, root_cause, unpack_outcome
 from ..artifact import TraceManifest
 
 Reply = tuple[bool, Any, float]
 """True and a result, or False and an outcome packed; and the seconds of a forward."""
 
-START = 120.0
-"""Seconds that starting may take."""
+_START = 120.0  # seconds that starting may take
 _GRACE = 1.0  # seconds for the other ranks to answer after the first failure
 _LOG = 2000  # characters of a log that are shown
 
@@ -49,11 +47,11 @@ class Workers:
     def failed(self) -> bool:
         return self._failure is not None
 
-    # -- from start to end --------------------------------------------------------------------------------
     def start(self) -> None:
         """Start the processes and wait until all ranks are ready. Raises a rank's error."""
         self._failure, self._pid = None, os.getpid()
         self._home = OwnedDirectory("tpcore-serve-")
+        self._logs = [Path(self._home.name) / f"rank{rank}.log" for rank in range(self._manifest.tp)]
         self._inputs, self._outputs = SharedBuffer(), SharedBuffer()
         self._poll = select.poll()
         self._requests: list[Connection] = []  # to each rank
@@ -66,7 +64,7 @@ class Workers:
             for rank in range(self._manifest.tp):
                 self._spawn(rank, job)
             self._pending.update(range(self._manifest.tp))
-            self._answers("start", START)
+            self._answers("start", _START)
         except BaseException:
             self.close()
             raise
@@ -76,21 +74,12 @@ class Workers:
         self._requests.append(mine)
         self._replies.append(from_rank)
         self._poll.register(from_rank, select.POLLIN)
-        fds = (requests.fileno(), replies.fileno(), self._inputs.fd, self._outputs.fd)
-        try:
+        fds = requests.fileno(), replies.fileno(), self._inputs.fd, self._outputs.fd
+        arguments, environment = (self._folder, self.weights, *fds), serving_environment(rank, self._manifest.tp, job)
+        with requests, replies:
             self._processes.start(
-                "tpcore.trace.serve.worker",
-                (self._folder, self.weights, *fds),
-                environment=serving_environment(rank, self._manifest.tp, job),
-                fds=fds,
-                log=self._log(rank),
+                "tpcore.trace.serve.worker", arguments, environment=environment, fds=fds, log=self._logs[rank]
             )
-        finally:
-            requests.close()
-            replies.close()
-
-    def _log(self, rank: int) -> Path:
-        return Path(self._home.name) / f"rank{rank}.log"
 
     def close(self) -> None:
         """End the processes and wait for their end. A second call does nothing."""
@@ -105,19 +94,16 @@ class Workers:
         self._outputs.close()
         self._home.cleanup()
 
-    # -- messages -----------------------------------------------------------------------------------------
     def call(self, program: int, inputs: Sequence[Tensor], timeout: float | None) -> list[Tensor]:
         """Run the model. Returns the first rank's outputs, which the caller may keep."""
         self._settle(timeout)
-        places = self._inputs.place(inputs)
-        fill(self._inputs.get(places), inputs)
-        self._send_all(pickle.dumps(("call", {"program": program, "inputs": places})))
+        self._send_all(pickle.dumps(("call", (program, self._inputs.put(inputs)))))
         os.sched_yield()  # a rank that waits for this core starts 0.05 ms earlier
         answers = self._answers("call", timeout)
         self.seconds = [seconds for _, seconds in answers]
         return [t.clone() for t in self._outputs.get(answers[0][0])]
 
-    def ask(self, do: str, **arguments: str) -> list[Any]:
+    def ask(self, do: str, *arguments: str) -> list[Any]:
         """Send a request to all ranks and return their answers. Raises a rank's error."""
         self._settle(None)
         self._send_all(pickle.dumps((do, arguments)))
@@ -178,17 +164,15 @@ class Workers:
             self._fail(type(error) if isinstance(error, BackendError) else BackendError, str(error), error)
         raise error
 
-    # -- failures -----------------------------------------------------------------------------------------
     def _lost(self, rank: int, outcomes: dict[int, Outcome]) -> NoReturn:
         process = self._processes.all[rank]
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(_GRACE)
-        code = process.poll()
-        if code is None:
+        try:
+            code = process.wait(_GRACE)
+        except subprocess.TimeoutExpired:
             process.kill()
             code = process.wait()
         error = root_cause(list(outcomes.values()))
-        tail = self._log(rank).read_text(errors="replace")[-_LOG:].strip()
+        tail = self._logs[rank].read_text(errors="replace")[-_LOG:].strip()
         log = f"; the end of its log:\n{tail}" if tail else "; its log is empty"
         self._fail(PeerLostError, f"traced model: {death(rank, code)}{log}", error)
 
@@ -198,12 +182,8 @@ class Workers:
         if error is not None:
             text = f"{error}\n(rank {late} did not finish after this, and all ranks were ended)"
             self._fail(type(error) if isinstance(error, BackendError) else BackendError, text, error)
-        self._fail(
-            TimeoutError,
-            f"traced model: rank {late} did not answer within the timeout of {timeout:g} s ({doing}); "
-            "all ranks were ended",
-            None,
-        )
+        text = f"traced model: rank {late} did not answer within the timeout of {timeout:g} s ({doing})"
+        self._fail(TimeoutError, f"{text}; all ranks were ended", None)
 
     def _fail(self, kind: type[Exception], text: str, cause: BaseException | None) -> NoReturn:
         self._failure = kind, f"{text}\nThe model cannot be used any more: load it again, or pass restart=True"

@@ -71,10 +71,6 @@ def _site() -> str:
     return f"{code.co_filename}:{line} in {code.co_name}"
 
 
-def recorded() -> list[HloProgram]:
-    return list(running[-1].programs)
-
-
 def lowered(tensors: list[Tensor]) -> HloProgram:
     rank = rank_here()
     if rank is None:
@@ -89,9 +85,8 @@ def _same_program(arrivals: Sequence[Arrival]) -> None:
     differ = [r for r, text in enumerate(texts) if text != texts[0]]
     if not differ:
         return
-    lines = difflib.unified_diff(
-        texts[0].splitlines(), texts[differ[0]].splitlines(), "rank 0", f"rank {differ[0]}", lineterm="", n=0
-    )
+    first, other = texts[0].splitlines(), texts[differ[0]].splitlines()
+    lines = difflib.unified_diff(first, other, "rank 0", f"rank {differ[0]}", lineterm="", n=0)
     shown = "\n".join(line[:200] for line in list(lines)[:_SHOWN])
     raise CollectiveMismatchError(
         f"ranks {differ} would run another program than rank 0 at {arrivals[0].what} ({arrivals[0].site}), "
@@ -102,9 +97,7 @@ def _same_program(arrivals: Sequence[Arrival]) -> None:
 
 def _run(rank: int, what: str, dispatch: Callable[[], None], tensors: list[Tensor] | None = None) -> None:
     """Meet the other ranks, compare the programs, and start them one after the other."""
-    run = running[-1]
-    site = _site()
-    text = pending(tensors)
+    run, site, text = running[-1], _site(), pending(tensors)
     run.world.meet(rank, Arrival(what, site, text), _same_program)
     before = _compiled()
     dispatch()
@@ -151,9 +144,8 @@ def _patch_steps() -> None:
         tensors: Sequence[Tensor], devices: Sequence[str] = (), wait: bool = True, sync_xla_data: bool = True
     ) -> None:
         rank, some = rank_here(), list(tensors)
-        alone = not any(_XLA._check_tensor_need_materialization(some)) or not _COLLECTIVE.search(
-            _XLA._get_xla_tensors_text(some)
-        )
+        pends = any(_XLA._check_tensor_need_materialization(some))
+        alone = not pends or not _COLLECTIVE.search(_XLA._get_xla_tensors_text(some))
         if rank is None or alone:  # no collective is pending: a rank may read values without the others
             multi(some, list(devices), wait=wait, sync_xla_data=sync_xla_data)
             return

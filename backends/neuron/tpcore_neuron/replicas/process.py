@@ -6,20 +6,77 @@ import atexit
 import gc
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing.connection import Connection
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 from torch.utils import _pytree
 
 from tpcore import settings
-from tpcore.processes.spawn import follow
+from tpcore.processes.launch import follow
 from tpcore.processes.transfer import pack_outcome, unpack_call
 
 from ..settings import of_replicas
+
+_MAPS = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag", "pg_coalesce_state")
+
+
+def _groups() -> SimpleNamespace:
+    """The fields of torch's ``_World``, of which a process has only one."""
+    return SimpleNamespace(default_pg=None, group_count=0, **{name: {} for name in _MAPS})
+
+
+class Worlds:
+    """Replaces torch's single ``_World`` by one for each rank; all share one store. It looks up the rank and is not
+    thread-local, because autograd's threads, one for each device, belong to the same ranks."""
+
+    _own = ("groups", "rank", "store")
+    groups: dict[int | None, SimpleNamespace]
+    rank: Callable[[], int | None]
+    store: dist.Store | None
+
+    def __init__(self, rank: Callable[[], int | None]) -> None:
+        self.groups, self.rank, self.store = {}, rank, None
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._own:
+            raise AttributeError(name)
+        return getattr(self.groups.setdefault(self.rank(), _groups()), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._own:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.groups.setdefault(self.rank(), _groups()), name, value)
+
+    def forget(self) -> None:
+        self.groups.clear()
+        self.store = None
+
+
+def install(rank: Callable[[], int | None], size: int) -> Worlds:
+    import torch_xla.distributed.xla_backend  # noqa: F401  registers "xla"
+
+    worlds = Worlds(rank)
+    c10d._world = worlds  # type: ignore[assignment]
+    native: Any = torch._C._distributed_c10d
+    native._set_thread_isolation_mode(True)  # one table of groups by name for each thread
+
+    def meet(url: str, *args: Any, **kwargs: Any) -> Iterator[tuple[dist.Store, int | None, int]]:
+        if worlds.store is None:
+            worlds.store = dist.HashStore()
+        yield worlds.store, worlds.rank(), size
+
+    handlers = c10d.rendezvous.__globals__["_rendezvous_handlers"]
+    for scheme in ("env", "xla"):
+        handlers[scheme] = meet
+    return worlds
 
 
 def serve(size: int, conn: Connection) -> None:
@@ -28,14 +85,13 @@ def serve(size: int, conn: Connection) -> None:
     import torch_xla.core.xla_model as xm
 
     from . import meeting_points as patches
-    from . import torch_groups as groups
     from .scheduler import Scheduler
 
     torch.set_num_threads(1)
     devices = xm.get_xla_supported_devices()
     xm.set_replication(torch_xla.device(), devices)  # makes xr.world_size() the number of replicas
     patches.install()
-    worlds = groups.install(patches.rank_here, size)
+    worlds = install(patches.rank_here, size)
     excepthook = sys.excepthook
     gc.freeze()  # what was imported stays, and the collection after each run passes over it
     while True:

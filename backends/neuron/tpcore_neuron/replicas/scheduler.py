@@ -23,8 +23,7 @@ from tpcore.errors import BackendError, CollectiveMismatchError, CollectiveTimeo
 from tpcore.processes.transfer import Outcome, outcome_of
 from tpcore.runtime.context import swap_process
 
-GRACE = 5.0
-"""Seconds for ranks to unwind once one has failed."""
+GRACE = 5.0  # seconds for ranks to unwind once one has failed
 
 
 @dataclass(frozen=True)
@@ -46,12 +45,10 @@ Check = Callable[[Sequence[Arrival]], None]
 class Scheduler:
     def __init__(self, size: int, timeout: float) -> None:
         self.size, self.timeout = size, timeout
-        self._turn = threading.Condition()
+        self._turn, self._meetings = threading.Condition(), 0
         self._holder: int | None = None
-        self._waiting: dict[int, Arrival] = {}
-        self._ended: dict[int, Outcome] = {}
+        self._waiting, self._ended = dict[int, Arrival](), dict[int, Outcome]()
         self._met: list[Arrival] = []
-        self._meetings = 0
         self._failure: BaseException | None = None
         self._threads: dict[int, threading.Thread] = {}
 

@@ -15,7 +15,7 @@ import tpcore
 from tpcore.testing.verify.report import Report, checked
 
 from ..backend import NeuronBackend, as_on_neuron
-from .api import run_replicas
+from ..testing import run_replicas
 
 NOTE = """\
 Measured on replicas of XLA:CPU in one process, **not on Neuron hardware**: the programs that the Neuron

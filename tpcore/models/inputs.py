@@ -7,7 +7,7 @@ from collections import defaultdict
 from torch import nn
 
 from ..layers import ColumnParallelLinear, share_input
-from ..layers.shared_input import InputCopy
+from ..layers.attention import InputCopy
 from . import plan
 from .cuts import Cut
 from .source import argument_of_calls

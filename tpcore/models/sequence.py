@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from ..comm import mappings as ops
 from ..comm.comm import Comm
 from ..layers import RowParallelLinear
+from ..layers.attention import InputCopy
 from ..layers.module import ParallelModule
-from ..layers.shared_input import InputCopy
 from ..train.pipeline import PipelinedLayers
 from . import plan
 from .cuts import Cut

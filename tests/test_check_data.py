@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tpcore.runtime.checks import Note, first_difference, raising
+from tpcore.runtime.consensus import Note, first_difference, raising
 
 
 def _notes(t: Tensor) -> list[Note]:

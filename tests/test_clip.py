@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from nets import Heads, assert_same_parameters, cut_net, ids_of, loss_of, plain_net
-from rank_pool import RankPool
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
+from worlds import each_rank
 
 import tpcore
 from tpcore.comm.transport import Primitive, Transport
@@ -60,82 +60,61 @@ def test_clips_as_torch_does_on_the_unsharded_model(tp: int, p: float | str, giv
     assert all(torch.equal(first, other) for other in others)
 
 
-def _clip(ctx: ParallelContext, full: dict[str, Tensor], p: float) -> tuple[float, float]:
-    net = cut_net(full, ctx)
-    loss_of(net, ids_of()).backward()
-    return float(tpcore.clip_grad_norm(net, 0.1, p)), float(tpcore.clip_grad_norm(net, 0.1, p))
-
-
-def test_norm_before_and_after(pool: RankPool) -> None:
-    plain = plain_net()
-    loss_of(plain, ids_of()).backward()
-    want = float(nn.utils.clip_grad_norm_(plain.parameters(), 0.1))
-    assert want > 0.1
-    for before, after in pool.run(Mesh({"dp": 2, "tp": 2}), _clip, plain.state_dict(), 2.0):
-        assert before == pytest.approx(want, rel=1e-12)
-        assert after == pytest.approx(0.1, rel=1e-4)  # 1e-6 beside the norm in the quotient
-
-
 @pytest.mark.parametrize("p", [1.0, 2.0, INF])
-def test_one_parameter_cut_or_not(p: float) -> None:
-    def rank(ctx: ParallelContext) -> None:
-        layer = tpcore.RowParallelLinear(8, 4)
-        layer.weight.grad = torch.full_like(layer.weight, 2.0)
-        layer.bias.grad = torch.full_like(layer.bias, 3.0)
-        assert tpcore.clip_grad_norm(layer.weight, 1e9, p) == torch.full((32,), 2.0).norm(p)
-        assert tpcore.clip_grad_norm(layer.bias, 1e9, p) == torch.full((4,), 3.0).norm(p)
-
-    run_ranks(Mesh({"tp": 2}), rank)
+@each_rank(tp=2)
+def test_one_parameter_cut_or_not(ctx: ParallelContext, p: float) -> None:
+    layer = tpcore.RowParallelLinear(8, 4)
+    layer.weight.grad = torch.full_like(layer.weight, 2.0)
+    layer.bias.grad = torch.full_like(layer.bias, 3.0)
+    assert tpcore.clip_grad_norm(layer.weight, 1e9, p) == torch.full((32,), 2.0).norm(p)
+    assert tpcore.clip_grad_norm(layer.bias, 1e9, p) == torch.full((4,), 3.0).norm(p)
 
 
-def test_small_gradients_are_left_alone() -> None:
-    def rank(ctx: ParallelContext) -> None:
-        layer = tpcore.ColumnParallelLinear(4, 4)
-        grad = torch.randn_like(layer.weight)
-        layer.weight.grad = grad.clone()
-        tpcore.clip_grad_norm(layer, 1e6)
-        assert torch.equal(layer.weight.grad, grad)
-        tpcore.clip_grad_norm(layer, 0)
-        assert not layer.weight.grad.any()
-        assert tpcore.clip_grad_norm([], 1.0) == tpcore.clip_grad_norm(tpcore.ColumnParallelLinear(4, 4), 1.0) == 0
-
-    run_ranks(Mesh({"tp": 2}), rank)
+@each_rank(tp=2)
+def test_small_gradients_are_left_alone(ctx: ParallelContext) -> None:
+    layer = tpcore.ColumnParallelLinear(4, 4)
+    grad = torch.randn_like(layer.weight)
+    layer.weight.grad = grad.clone()
+    tpcore.clip_grad_norm(layer, 1e6)
+    assert torch.equal(layer.weight.grad, grad)
+    tpcore.clip_grad_norm(layer, 0)
+    assert not layer.weight.grad.any()
+    assert tpcore.clip_grad_norm([], 1.0) == tpcore.clip_grad_norm(tpcore.ColumnParallelLinear(4, 4), 1.0) == 0
 
 
-def test_a_gradient_on_one_rank_only() -> None:
-    def rank(ctx: ParallelContext) -> None:
-        layer = tpcore.ColumnParallelLinear(4, 4, bias=False)
-        if ctx.rank == 1:
-            layer.weight.grad = torch.ones_like(layer.weight)
-        assert tpcore.clip_grad_norm(layer, 1e9, 1) == 8
+@each_rank(tp=2)
+def test_a_gradient_on_one_rank_only(ctx: ParallelContext) -> None:
+    layer = tpcore.ColumnParallelLinear(4, 4, bias=False)
+    if ctx.rank == 1:
+        layer.weight.grad = torch.ones_like(layer.weight)
+    assert tpcore.clip_grad_norm(layer, 1e9, 1) == 8
 
-    run_ranks(Mesh({"tp": 2}), rank)
+
+@pytest.mark.parametrize("grad_dtype", [None, torch.float64])
+@each_rank(dp=2, tp=1)
+def test_gradients_of_a_zero1_are_averaged_before(ctx: ParallelContext, grad_dtype: torch.dtype | None) -> None:
+    """Its step would do that later, and each dp rank have clipped by a norm of its own."""
+    first, second = (nn.Parameter(torch.ones(4)) for _ in range(2))
+    optimizer = tpcore.Zero1(torch.optim.SGD, [("w", first), ("v", second)], lr=1.0, grad_dtype=grad_dtype)
+    (first * (1 + 2 * ctx.rank)).sum().backward()
+    with pytest.raises(ValueError, match=r"of 1 parameters, and a Zero1 has the gradients of 2.*max_norm=\)"):
+        tpcore.clip_grad_norm(first, 2.0)
+    assert tpcore.clip_grad_norm([first, second], 2.0) == 4
+    optimizer.step()
+    torch.testing.assert_close(first, torch.zeros(4), rtol=0, atol=1e-6)  # 1e-6 beside the norm in the quotient
+    assert (second == 1).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_norm_of_half_precision_gradients_is_taken_in_float32(dtype: torch.dtype) -> None:
+@each_rank(tp=2)
+def test_norm_of_half_precision_gradients_is_taken_in_float32(ctx: ParallelContext, dtype: torch.dtype) -> None:
     """1024 squares of 100 overflow float16, and bfloat16 stops counting at 256."""
-
-    def rank(ctx: ParallelContext) -> None:
-        layer = tpcore.ColumnParallelLinear(32, 64, bias=False, dtype=dtype)
-        layer.weight.grad = torch.full_like(layer.weight, 100.0)
-        norm = tpcore.clip_grad_norm(layer, 50.0)
-        assert norm.dtype == torch.float32
-        assert float(norm) == pytest.approx(100 * 2048**0.5, rel=1e-6)
-        assert layer.weight.grad.dtype == dtype
-
-    run_ranks(Mesh({"tp": 2}), rank)
-
-
-def test_layers_cut_over_different_groups() -> None:
-    def rank(ctx: ParallelContext) -> None:
-        over = [ctx.comm("tp"), ctx.comm("dp"), ctx.world]
-        layers = nn.ModuleList(tpcore.ColumnParallelLinear(4, 8, bias=False, group=comm) for comm in over)
-        for layer in layers:
-            layer.weight.grad = torch.ones_like(layer.weight)
-        assert tpcore.clip_grad_norm(layers, 1e9, 1) == 3 * 32
-
-    run_ranks(Mesh({"dp": 2, "tp": 2}), rank)
+    layer = tpcore.ColumnParallelLinear(32, 64, bias=False, dtype=dtype)
+    layer.weight.grad = torch.full_like(layer.weight, 100.0)
+    norm = tpcore.clip_grad_norm(layer, 50.0)
+    assert norm.dtype == torch.float32
+    assert float(norm) == pytest.approx(100 * 2048**0.5, rel=1e-6)
+    assert layer.weight.grad.dtype == dtype
 
 
 def _converted(net: nn.Module) -> nn.Module:
@@ -199,20 +178,17 @@ CHANGES: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_sharding_survives(change: str) -> None:
+@each_rank(tp=2)
+def test_sharding_survives(ctx: ParallelContext, change: str) -> None:
     """Each of these drops attributes of a parameter, or all of them, somewhere."""
-
-    def rank(ctx: ParallelContext) -> None:
-        net = CHANGES[change](nn.Sequential(tpcore.ColumnParallelLinear(4, 8), tpcore.RowParallelLinear(8, 4)))
-        for p in net.parameters():
-            p.grad = torch.ones_like(p)
-        # 32 and 8 of the column layer and 32 of the row layer are cut; its bias of 4 is whole
-        assert tpcore.clip_grad_norm(net.parameters(), 1e9, 1) == 32 + 8 + 32 + 4
-        marks = {name: sharding(p) for name, p in net.named_parameters()}
-        dims = {name: mark.layout.spec.dim for name, mark in marks.items() if mark is not None}
-        assert dims == {"0.weight": 0, "0.bias": 0, "1.weight": 1, "1.bias": None}
-
-    run_ranks(Mesh({"tp": 2}), rank)
+    net = CHANGES[change](nn.Sequential(tpcore.ColumnParallelLinear(4, 8), tpcore.RowParallelLinear(8, 4)))
+    for p in net.parameters():
+        p.grad = torch.ones_like(p)
+    # 32 and 8 of the column layer and 32 of the row layer are cut; its bias of 4 is whole
+    assert tpcore.clip_grad_norm(net.parameters(), 1e9, 1) == 32 + 8 + 32 + 4
+    marks = {name: sharding(p) for name, p in net.named_parameters()}
+    dims = {name: mark.layout.spec.dim for name, mark in marks.items() if mark is not None}
+    assert dims == {"0.weight": 0, "0.bias": 0, "1.weight": 1, "1.bias": None}
 
 
 @pytest.mark.parametrize(
@@ -226,27 +202,22 @@ def test_sharding_survives(change: str) -> None:
         (float("nan"), 2, "not nan"),
     ],
 )
-def test_impossible_norms_are_refused(max_norm: float, norm_type: Any, said: str) -> None:
-    def rank(ctx: ParallelContext) -> None:
-        with pytest.raises(ValueError, match=said):
-            tpcore.clip_grad_norm(tpcore.ColumnParallelLinear(4, 4), max_norm, norm_type)
-
-    run_ranks(Mesh({"tp": 2}), rank)
+@each_rank(tp=2)
+def test_impossible_norms_are_refused(ctx: ParallelContext, max_norm: float, norm_type: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        tpcore.clip_grad_norm(tpcore.ColumnParallelLinear(4, 4), max_norm, norm_type)
 
 
 @pytest.mark.parametrize(("tp", "p"), [(1, 2.0), (2, 1.0), (4, 2.0), (4, 3.0), (4, INF)])
-def test_blocks_held_by_different_numbers_of_ranks(tp: int, p: float) -> None:
+@each_rank(tp="tp")
+def test_blocks_held_by_different_numbers_of_ranks(ctx: ParallelContext, tp: int, p: float) -> None:
     full = torch.randn(16, 3, dtype=torch.float64)
-
-    def rank(ctx: ParallelContext) -> None:
-        layer = Heads()
-        layer.weight.grad = layer.shard_specs["weight"].shard(full, ctx.rank, tp)
-        norm = tpcore.clip_grad_norm(layer, 0.1, p)
-        torch.testing.assert_close(norm, torch.linalg.vector_norm(full, p), rtol=1e-12, atol=0)
-        clipped = layer.shard_specs["weight"].shard(full * (0.1 / (norm + 1e-6)), ctx.rank, tp)
-        torch.testing.assert_close(layer.weight.grad, clipped, rtol=1e-12, atol=0)
-
-    run_ranks(Mesh({"tp": tp}), rank)
+    layer = Heads()
+    layer.weight.grad = layer.shard_specs["weight"].shard(full, ctx.rank, tp)
+    norm = tpcore.clip_grad_norm(layer, 0.1, p)
+    torch.testing.assert_close(norm, torch.linalg.vector_norm(full, p), rtol=1e-12, atol=0)
+    clipped = layer.shard_specs["weight"].shard(full * (0.1 / (norm + 1e-6)), ctx.rank, tp)
+    torch.testing.assert_close(layer.weight.grad, clipped, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("p", [2.0, INF])
@@ -288,32 +259,28 @@ class Noting(TransportWrapper):
         return out
 
 
-def test_one_all_reduce_for_each_set_of_axes() -> None:
-    def rank(ctx: ParallelContext) -> None:
-        pp_tp = ctx.comm("pp", "tp")
-        layers = [tpcore.ColumnParallelLinear(4, 8) for _ in range(3)]
-        layers += [tpcore.ColumnParallelLinear(4, 8, group=pp_tp) for _ in range(3)]
-        calls: list[tuple[str, ...]] = []
-        with ExitStack() as stack:
-            for comm in (ctx.comm("tp"), pp_tp):
-                stack.enter_context(comm.traced(comm.position, Noting(comm.transport, calls)))
-            tpcore.clip_grad_norm(nn.ModuleList(layers), 1.0)
-        assert calls == [("pp", "tp"), ("tp",)]
-
-    run_ranks(Mesh({"pp": 2, "dp": 1, "tp": 2}), rank)
+@each_rank(pp=2, dp=1, tp=2)
+def test_one_all_reduce_for_each_set_of_axes(ctx: ParallelContext) -> None:
+    pp_tp = ctx.comm("pp", "tp")
+    layers = [tpcore.ColumnParallelLinear(4, 8) for _ in range(3)]
+    layers += [tpcore.ColumnParallelLinear(4, 8, group=pp_tp) for _ in range(3)]
+    calls: list[tuple[str, ...]] = []
+    with ExitStack() as stack:
+        for comm in (ctx.comm("tp"), pp_tp):
+            stack.enter_context(comm.traced(comm.position, Noting(comm.transport, calls)))
+        tpcore.clip_grad_norm(nn.ModuleList(layers), 1.0)
+    assert calls == [("pp", "tp"), ("tp",)]
 
 
-def test_a_group_that_no_axes_make_is_summed_over() -> None:
-    def rank(ctx: ParallelContext) -> None:
-        ring = ctx.comm("tp", within=2)
-        layer = tpcore.ColumnParallelLinear(4, 8, bias=False, group=ring)
-        layer.weight.grad = torch.ones_like(layer.weight)
-        found = sharding(layer.weight)
-        assert found is not None
-        assert (found.axes, found.ctx.mesh) == (("group",), Mesh({"group": 2}))
-        assert tpcore.clip_grad_norm(layer, 1e9, 1) == 32
-
-    run_ranks(Mesh({"dp": 1, "tp": 4}), rank)
+@each_rank(dp=1, tp=4)
+def test_a_group_that_no_axes_make_is_summed_over(ctx: ParallelContext) -> None:
+    ring = ctx.comm("tp", within=2)
+    layer = tpcore.ColumnParallelLinear(4, 8, bias=False, group=ring)
+    layer.weight.grad = torch.ones_like(layer.weight)
+    found = sharding(layer.weight)
+    assert found is not None
+    assert (found.axes, found.ctx.mesh) == (("group",), Mesh({"group": 2}))
+    assert tpcore.clip_grad_norm(layer, 1e9, 1) == 32
 
 
 def test_torchs_own_clipping_is_refused_for_what_is_cut() -> None:
@@ -362,13 +329,13 @@ def test_torchs_own_clipping_is_refused_for_what_is_cut() -> None:
         pytest.param(nn.utils.weight_norm, marks=pytest.mark.filterwarnings("ignore::FutureWarning")),
     ],
 )
-def test_a_parametrization_of_a_part_is_refused_and_changes_nothing(parametrize: Any) -> None:
-    def rank(ctx: tpcore.ParallelContext) -> None:
-        layer, whole = tpcore.RowParallelLinear(4, 4), nn.Linear(4, 4)
-        want = layer(torch.ones(4))
-        with pytest.raises(ValueError, match=r"RowParallelLinear.weight is this rank's part, of shape \(4, 2\)"):
-            parametrize(layer)
-        assert torch.equal(layer(torch.ones(4)), want)
-        parametrize(whole)
-
-    run_ranks(Mesh({"tp": 2}), rank)
+@each_rank(tp=2)
+def test_a_parametrization_of_a_part_is_refused_and_changes_nothing(
+    ctx: tpcore.ParallelContext, parametrize: Any
+) -> None:
+    layer, whole = tpcore.RowParallelLinear(4, 4), nn.Linear(4, 4)
+    want = layer(torch.ones(4))
+    with pytest.raises(ValueError, match=r"RowParallelLinear.weight is this rank's part, of shape \(4, 2\)"):
+        parametrize(layer)
+    assert torch.equal(layer(torch.ones(4)), want)
+    parametrize(whole)

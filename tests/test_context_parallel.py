@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from worlds import each_rank
 
 import tpcore
 from tpcore import Mesh, Zero1
@@ -26,13 +27,11 @@ def test_the_axis_is_between_dp_and_tp_and_only_where_it_is_asked_for() -> None:
         _mesh(4, 1, 1, 4, 8)
 
 
-def test_data_axes_are_those_of_a_mean_of_gradients() -> None:
-    def rank(ctx: tpcore.ParallelContext) -> None:
-        assert (ctx.batch.size, ctx.data.size) == (2, 4)
-        assert ctx.index(ctx.data) == 2 * ctx.coord("dp") + ctx.coord("cp")
-        assert ctx.index(ctx.batch) == ctx.coord("dp")
-
-    run_ranks(Mesh({"dp": 2, "cp": 2, "tp": 2}), rank)
+@each_rank(dp=2, cp=2, tp=2)
+def test_data_axes_are_those_of_a_mean_of_gradients(ctx: tpcore.ParallelContext) -> None:
+    assert (ctx.batch.size, ctx.data.size) == (2, 4)
+    assert ctx.index(ctx.data) == 2 * ctx.coord("dp") + ctx.coord("cp")
+    assert ctx.index(ctx.batch) == ctx.coord("dp")
 
 
 def _net() -> nn.Module:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from worlds import each_rank
 
 import tpcore
 from tpcore import Mesh
@@ -122,27 +123,22 @@ def equal_to_the_whole(way: str, mask: str, kv: int, cp: int) -> None:
     run_ranks(Mesh({"dp": 1, "cp": cp}), rank)
 
 
-def test_a_mesh_without_the_axis_is_one_rank() -> None:
-    def rank(ctx: tpcore.ParallelContext) -> None:
-        q, k, v, _ = inputs(1)
-        got = ContextParallelAttention("ring", scale=0.3)(q, k, v)
-        torch.testing.assert_close(got, whole(q, k, v, True, None, None), rtol=EXACT, atol=EXACT)
-
-    run_ranks(Mesh({"dp": 1, "tp": 2}), rank)
-
-
-def test_in_bfloat16_sums_are_in_float32() -> None:
+@each_rank(dp=1, tp=2)
+def test_a_mesh_without_the_axis_is_one_rank(ctx: tpcore.ParallelContext) -> None:
     q, k, v, _ = inputs(1)
+    got = ContextParallelAttention("ring", scale=0.3)(q, k, v)
+    torch.testing.assert_close(got, whole(q, k, v, True, None, None), rtol=EXACT, atol=EXACT)
 
-    def rank(ctx: tpcore.ParallelContext) -> None:
-        layer = ContextParallelAttention("ring", scale=0.3)
-        got = layer(*(layer.order.cut(t, 2).bfloat16() for t in (q, k, v)))
-        assert got.dtype == torch.bfloat16
-        want = whole(*(t.bfloat16().double() for t in (q, k, v)), True, None, None)
-        # one rounding of the result: half of 2^-8 of values up to 4
-        torch.testing.assert_close(layer.order.whole(got, 2).double(), want, rtol=2**-8, atol=2**-9)
 
-    run_ranks(Mesh({"dp": 1, "cp": 2}), rank)
+@each_rank(dp=1, cp=2)
+def test_in_bfloat16_sums_are_in_float32(ctx: tpcore.ParallelContext) -> None:
+    q, k, v, _ = inputs(1)
+    layer = ContextParallelAttention("ring", scale=0.3)
+    got = layer(*(layer.order.cut(t, 2).bfloat16() for t in (q, k, v)))
+    assert got.dtype == torch.bfloat16
+    want = whole(*(t.bfloat16().double() for t in (q, k, v)), True, None, None)
+    # one rounding of the result: half of 2^-8 of values up to 4
+    torch.testing.assert_close(layer.order.whole(got, 2).double(), want, rtol=2**-8, atol=2**-9)
 
 
 def _across(x: Tensor) -> Tensor:
@@ -153,24 +149,23 @@ def _across(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("width", [6, 4])
 @pytest.mark.parametrize("mask", ["causal", "all", "window"])
 @pytest.mark.parametrize("way", ["gather", "ulysses", "ring"])
-def test_of_any_strides_and_values_of_another_width(way: str, mask: str, width: int) -> None:
+@each_rank(cp=2)
+def test_of_any_strides_and_values_of_another_width(
+    ctx: tpcore.ParallelContext, way: str, mask: str, width: int
+) -> None:
     options = {"window": None} | MASKS[mask]
     q, k, v, _ = inputs(2)
     leaves = [t.detach().requires_grad_() for t in (q, k, v[..., :width])]
     want = whole(*leaves, **options, segments=None)
     gradients = torch.autograd.grad(want.sum(), leaves)
-
-    def rank(ctx: tpcore.ParallelContext) -> None:
-        layer = ContextParallelAttention(way, scale=0.3, **options)
-        mine = [_across(layer.order.cut(t.detach(), 2)).requires_grad_() for t in leaves]
-        out = layer(*mine)
-        torch.testing.assert_close(out, layer.order.cut(want, 2), rtol=EXACT, atol=EXACT)
-        for gradient in (torch.ones_like(out[:1, :1, :1, :1]).expand_as(out), _across(torch.ones_like(out))):
-            got = torch.autograd.grad(out, mine, gradient, retain_graph=True)
-            for t, expected in zip(got, gradients, strict=True):
-                torch.testing.assert_close(t, layer.order.cut(expected, 2), rtol=EXACT, atol=EXACT)
-
-    run_ranks(Mesh({"cp": 2}), rank)
+    layer = ContextParallelAttention(way, scale=0.3, **options)
+    mine = [_across(layer.order.cut(t.detach(), 2)).requires_grad_() for t in leaves]
+    out = layer(*mine)
+    torch.testing.assert_close(out, layer.order.cut(want, 2), rtol=EXACT, atol=EXACT)
+    for gradient in (torch.ones_like(out[:1, :1, :1, :1]).expand_as(out), _across(torch.ones_like(out))):
+        got = torch.autograd.grad(out, mine, gradient, retain_graph=True)
+        for t, expected in zip(got, gradients, strict=True):
+            torch.testing.assert_close(t, layer.order.cut(expected, 2), rtol=EXACT, atol=EXACT)
 
 
 def test_second_derivatives_are_right_or_refused() -> None:
@@ -280,17 +275,15 @@ def test_a_half_is_put_where_it_was_taken(half: Any) -> None:
     assert torch.equal(got, want)
 
 
-def test_what_does_not_fit() -> None:
-    def rank(ctx: tpcore.ParallelContext) -> None:
-        with pytest.raises(ValueError, match="not 'rings'"):
-            ContextParallelAttention("rings")
-        with pytest.raises(ValueError, match="window must be 1 token or more, not 0"):
-            ContextParallelAttention(window=0)
-        layer = ContextParallelAttention("ulysses")
-        q, k, v, _ = (layer.order.cut(t, min(2, t.ndim - 1)) for t in inputs(1))
-        with pytest.raises(ValueError, match="4 heads fit cp=1, 2, 4 only"):
-            layer(q, k, v)
-        with pytest.raises(ValueError, match="cannot deal 25 tokens evenly: pad the batch to a multiple of 3, 27"):
-            layer.order.cut(torch.zeros(1, 25))
-
-    run_ranks(Mesh({"cp": 3}), rank)
+@each_rank(cp=3)
+def test_what_does_not_fit(ctx: tpcore.ParallelContext) -> None:
+    with pytest.raises(ValueError, match="not 'rings'"):
+        ContextParallelAttention("rings")
+    with pytest.raises(ValueError, match="window must be 1 token or more, not 0"):
+        ContextParallelAttention(window=0)
+    layer = ContextParallelAttention("ulysses")
+    q, k, v, _ = (layer.order.cut(t, min(2, t.ndim - 1)) for t in inputs(1))
+    with pytest.raises(ValueError, match="4 heads fit cp=1, 2, 4 only"):
+        layer(q, k, v)
+    with pytest.raises(ValueError, match="cannot deal 25 tokens evenly: pad the batch to a multiple of 3, 27"):
+        layer.order.cut(torch.zeros(1, 25))

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typer.testing import CliRunner
+from worlds import each_rank
 
 import tpcore
 from tpcore import Mesh
@@ -68,21 +69,18 @@ def kept(layer: ContextParallelAttention, length: int, keys: int, masked: bool =
 
 
 @pytest.mark.parametrize("cp", [1, 2, 4])
-def test_what_backward_keeps(cp: int) -> None:
+@each_rank(dp=1, cp="cp")
+def test_what_backward_keeps(ctx: tpcore.ParallelContext, cp: int) -> None:
     """The formulas, beside which are the logarithms of sums, one of each query and head; and what the ring keeps
     grows with a rank's own tokens."""
-
-    def rank(ctx: tpcore.ParallelContext) -> None:
-        for way in WAYS:
-            layer = ContextParallelAttention(way)
-            for length, masked in itertools.product((256, 512), (False, True)):
-                least = sizes(2, cp).kept(way, length, masked)
-                more = 4 * HEADS * length // cp + 8 * masked * length + 1024
-                assert 0 <= kept(layer, length, 2, masked) - least <= more, (way, length, masked)
-        ring = ContextParallelAttention("ring")
-        assert kept(ring, 512, 2) == 2 * kept(ring, 256, 2) == kept(ring, 256 * cp, 2) * 2 // cp
-
-    run_ranks(Mesh({"dp": 1, "cp": cp}), rank)
+    for way in WAYS:
+        layer = ContextParallelAttention(way)
+        for length, masked in itertools.product((256, 512), (False, True)):
+            least = sizes(2, cp).kept(way, length, masked)
+            more = 4 * HEADS * length // cp + 8 * masked * length + 1024
+            assert 0 <= kept(layer, length, 2, masked) - least <= more, (way, length, masked)
+    ring = ContextParallelAttention("ring")
+    assert kept(ring, 512, 2) == 2 * kept(ring, 256, 2) == kept(ring, 256 * cp, 2) * 2 // cp
 
 
 class Peak(TorchDispatchMode):

@@ -13,6 +13,7 @@ from test_families import ROWS
 from tiers import tiers
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from worlds import each_rank
 
 import tpcore
 from tpcore import Mesh
@@ -148,23 +149,21 @@ def gradients(model: Any) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("options", [{}, {"sequence_parallel": True}], ids=["", "tokens"])
-def test_recomputation_draws_the_same_masks(reentrant: bool, options: dict[str, bool]) -> None:
-    def rank(ctx: tpcore.ParallelContext) -> None:
-        model = tpcore.parallelize(dropping("gpt2", scale_attn_by_inverse_layer_idx=True), **options)
-        want = gradients(model)
-        model.activation_checkpointing_enable({"use_reentrant": reentrant})
-        model.get_input_embeddings().register_forward_hook(lambda m, a, y: y.requires_grad_())
-        for name, gradient in gradients(model).items():
-            assert torch.equal(gradient, want[name]), name
+@each_rank(tp=2)
+def test_recomputation_draws_the_same_masks(
+    ctx: tpcore.ParallelContext, reentrant: bool, options: dict[str, bool]
+) -> None:
+    model = tpcore.parallelize(dropping("gpt2", scale_attn_by_inverse_layer_idx=True), **options)
+    want = gradients(model)
+    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    model.get_input_embeddings().register_forward_hook(lambda m, a, y: y.requires_grad_())
+    for name, gradient in gradients(model).items():
+        assert torch.equal(gradient, want[name]), name
 
-    run_ranks(Mesh({"tp": 2}), rank)
 
-
-def test_a_model_without_dropout_draws_nothing() -> None:
-    def rank(ctx: tpcore.ParallelContext) -> None:
-        model = tpcore.parallelize(families.made(transformers.LlamaForCausalLM, families.config_of("llama")))
-        state = torch.get_rng_state()
-        model.train()(**families.batch_of(model)).loss.backward()
-        assert torch.equal(torch.get_rng_state(), state)
-
-    run_ranks(Mesh({"tp": 2}), rank)
+@each_rank(tp=2)
+def test_a_model_without_dropout_draws_nothing(ctx: tpcore.ParallelContext) -> None:
+    model = tpcore.parallelize(families.made(transformers.LlamaForCausalLM, families.config_of("llama")))
+    state = torch.get_rng_state()
+    model.train()(**families.batch_of(model)).loss.backward()
+    assert torch.equal(torch.get_rng_state(), state)

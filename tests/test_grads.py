@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from nets import assert_same_parameters, cut_net, ids_of, loss_of, plain_net
 from torch import Tensor, nn
+from worlds import each_rank
 
 import tpcore
 from tpcore.layout.mesh import Mesh
 from tpcore.runtime.context import ParallelContext
-from tpcore.testing import run_ranks
 from tpcore.train import data_parallel
-
-Ranks = Callable[..., list[Any]]
 
 
 @pytest.fixture(params=[1, 200, 25 * 2**20])
@@ -27,134 +24,76 @@ def bucket(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> i
 
 
 @pytest.mark.parametrize(("dp", "tp"), [(2, 2), (4, 1)])
-def test_mean_of_the_parts_is_the_gradient_of_the_whole_batch(dp: int, tp: int, bucket: int) -> None:
+@each_rank(dp="dp", tp="tp")
+def test_mean_of_the_parts_is_the_gradient_of_the_whole_batch(
+    ctx: ParallelContext, dp: int, tp: int, bucket: int
+) -> None:
     plain = plain_net()
     loss_of(plain, ids_of(batch=8)).backward()
     want = {k: p.grad for k, p in plain.named_parameters() if p.grad is not None}
-
-    def rank(ctx: ParallelContext) -> None:
-        net = cut_net(plain.state_dict(), ctx)
-        loss_of(net, ids_of(batch=8).chunk(dp)[ctx.coord("dp")]).backward()
-        tpcore.reduce_gradients(net)
-        assert net.unused.weight.grad is None
-        del net.unused
-        assert_same_parameters(net, want, ctx, lambda p: p.grad)
-
-    run_ranks(Mesh({"dp": dp, "tp": tp}), rank)
+    net = cut_net(plain.state_dict(), ctx)
+    loss_of(net, ids_of(batch=8).chunk(dp)[ctx.coord("dp")]).backward()
+    tpcore.reduce_gradients(net)
+    assert net.unused.weight.grad is None
+    del net.unused
+    assert_same_parameters(net, want, ctx, lambda p: p.grad)
 
 
-def test_gradients_of_different_kinds_travel_together() -> None:
+@each_rank(dp=2, tp=1)
+def test_gradients_of_different_kinds_travel_together(ctx: ParallelContext) -> None:
     """Dtypes, memory orders, a frozen parameter, and each exact: small integers and a group of two."""
-
-    def rank(ctx: ParallelContext) -> None:
-        params: list[nn.Parameter] = []
-        for i, dtype in enumerate([torch.float32, torch.bfloat16, torch.float64, torch.float32, torch.float16]):
-            p = nn.Parameter(torch.zeros(3, 4, dtype=dtype))
-            p.grad = torch.full((4, 3), float(2 * i + 4 * ctx.rank), dtype=dtype).t()
-            params.append(p)
-        scalar = nn.Parameter(torch.zeros(()))
-        scalar.grad = torch.tensor(float(ctx.rank))
-        frozen = nn.Parameter(torch.zeros(2), requires_grad=False)
-        frozen.grad = torch.full((2,), float(ctx.rank))
-        tpcore.reduce_gradients([*params, scalar, frozen])
-        for i, p in enumerate(params):
-            assert p.grad is not None
-            assert p.grad.dtype == p.dtype
-            assert (p.grad == 2 * i + 2).all()
-        assert scalar.grad == 0.5
-        assert (frozen.grad == ctx.rank).all()
-
-    run_ranks(Mesh({"dp": 2, "tp": 1}), rank)
+    params: list[nn.Parameter] = []
+    for i, dtype in enumerate([torch.float32, torch.bfloat16, torch.float64, torch.float32, torch.float16]):
+        p = nn.Parameter(torch.zeros(3, 4, dtype=dtype))
+        p.grad = torch.full((4, 3), float(2 * i + 4 * ctx.rank), dtype=dtype).t()
+        params.append(p)
+    scalar = nn.Parameter(torch.zeros(()))
+    scalar.grad = torch.tensor(float(ctx.rank))
+    frozen = nn.Parameter(torch.zeros(2), requires_grad=False)
+    frozen.grad = torch.full((2,), float(ctx.rank))
+    tpcore.reduce_gradients([*params, scalar, frozen])
+    for i, p in enumerate(params):
+        assert p.grad is not None
+        assert p.grad.dtype == p.dtype
+        assert (p.grad == 2 * i + 2).all()
+    assert scalar.grad == 0.5
+    assert (frozen.grad == ctx.rank).all()
 
 
-def test_a_parameter_used_on_one_dp_rank_only() -> None:
-    def rank(ctx: ParallelContext) -> None:
-        used, unused = (tpcore.ColumnParallelLinear(4, 4, bias=False) for _ in range(2))
-        if ctx.coord("dp") == 1:
-            used.weight.grad = torch.full_like(used.weight, 6.0)
-        tpcore.reduce_gradients([used.weight, unused.weight])
-        assert used.weight.grad is not None
-        assert (used.weight.grad == 3.0).all()
-        assert unused.weight.grad is None
-
-    run_ranks(Mesh({"dp": 2, "tp": 2}), rank)
+@each_rank(dp=2, tp=2)
+def test_a_parameter_used_on_one_dp_rank_only(ctx: ParallelContext) -> None:
+    used, unused = (tpcore.ColumnParallelLinear(4, 4, bias=False) for _ in range(2))
+    if ctx.coord("dp") == 1:
+        used.weight.grad = torch.full_like(used.weight, 6.0)
+    tpcore.reduce_gradients([used.weight, unused.weight])
+    assert used.weight.grad is not None
+    assert (used.weight.grad == 3.0).all()
+    assert unused.weight.grad is None
 
 
-def test_sparse_gradients_are_averaged_and_clipped() -> None:
+@each_rank(dp=2, tp=2)
+def test_sparse_gradients_are_averaged_and_clipped(ctx: ParallelContext) -> None:
     """Each dp rank has looked up other rows."""
     plain = plain_net(sparse=True)
     loss_of(plain, ids_of(batch=8)).backward()
     want = {k: p.grad.to_dense() for k, p in plain.named_parameters() if p.grad is not None}
     norm = torch.linalg.vector_norm(torch.cat([g.flatten() for g in want.values()]))
+    net = cut_net(plain.state_dict(), ctx, sparse=True)
+    loss_of(net, ids_of(batch=8).chunk(2)[ctx.coord("dp")]).backward()
+    assert net.embed.weight.grad.is_sparse
+    tpcore.reduce_gradients(net)
+    del net.unused
+    assert_same_parameters(net, want, ctx, lambda p: p.grad)
 
-    def rank(ctx: ParallelContext) -> None:
-        net = cut_net(plain.state_dict(), ctx, sparse=True)
-        loss_of(net, ids_of(batch=8).chunk(2)[ctx.coord("dp")]).backward()
-        assert net.embed.weight.grad.is_sparse
-        tpcore.reduce_gradients(net)
-        del net.unused
-        assert_same_parameters(net, want, ctx, lambda p: p.grad)
-
-        whole = cut_net(plain.state_dict(), ctx, sparse=True)
-        loss_of(whole, ids_of(batch=8)).backward()
-        got = tpcore.clip_grad_norm(whole, float(norm) / 2)
-        torch.testing.assert_close(got, norm, rtol=1e-12, atol=0)
-        assert whole.embed.weight.grad.is_sparse
-        torch.testing.assert_close(tpcore.clip_grad_norm(whole, 1e9), norm / 2, rtol=1e-5, atol=0)
-
-    run_ranks(Mesh({"dp": 2, "tp": 2}), rank)
+    whole = cut_net(plain.state_dict(), ctx, sparse=True)
+    loss_of(whole, ids_of(batch=8)).backward()
+    got = tpcore.clip_grad_norm(whole, float(norm) / 2)
+    torch.testing.assert_close(got, norm, rtol=1e-12, atol=0)
+    assert whole.embed.weight.grad.is_sparse
+    torch.testing.assert_close(tpcore.clip_grad_norm(whole, 1e9), norm / 2, rtol=1e-5, atol=0)
 
 
 # -- the step ----------------------------------------------------------------------------------------------
-
-OPTIMIZERS: dict[str, Callable[[Iterable[Tensor]], torch.optim.Optimizer]] = {
-    "sgd": lambda ps: torch.optim.SGD(ps, lr=0.5, momentum=0.9),
-    "adamw": lambda ps: torch.optim.AdamW(ps, lr=0.05),
-}
-
-
-def _batches() -> Iterator[Tensor]:
-    for step in range(4):
-        yield ids_of(seed=step, batch=8)
-
-
-def _train(ctx: ParallelContext, full: dict[str, Tensor], optimizer: str, max_norm: float | None) -> Any:
-    net = cut_net(full, ctx)
-    opt = OPTIMIZERS[optimizer](net.parameters())
-    norms = []
-    for ids in _batches():
-        opt.zero_grad()
-        dp = ctx.comm("dp").size
-        loss_of(net, ids.chunk(dp)[ctx.coord("dp")]).backward()
-        norms.append(tpcore.optimizer_step(opt, max_norm=max_norm))
-    tp, specs = ctx.comm("tp"), tpcore.layers.shard_specs(net)
-    weights = {k: specs[k].unshard(list(tp.all_gather(p.detach()[None], 0))) for k, p in net.named_parameters()}
-    return weights, norms
-
-
-@pytest.mark.parametrize(("optimizer", "max_norm"), [("sgd", None), ("adamw", 0.2)])
-def test_training_over_dp_and_tp_is_training_on_the_whole_batch(
-    ranks: Ranks, optimizer: str, max_norm: float | None
-) -> None:
-    plain = plain_net()
-    full = {k: v.clone() for k, v in plain.state_dict().items()}
-    opt = OPTIMIZERS[optimizer](plain.parameters())
-    norms: list[Tensor | None] = []
-    for ids in _batches():
-        opt.zero_grad()
-        loss_of(plain, ids).backward()
-        norms.append(None if max_norm is None else nn.utils.clip_grad_norm_(plain.parameters(), max_norm))
-        opt.step()
-    for weights, seen in ranks(Mesh({"dp": 2, "tp": 2}), _train, full, optimizer, max_norm):
-        assert [n is None for n in seen] == [n is None for n in norms]
-        for name, p in plain.named_parameters():
-            # four steps; Adam divides by a root of tiny gradients, which magnifies rounding
-            torch.testing.assert_close(
-                weights[name], p.detach(), rtol=1e-7, atol=1e-9, msg=lambda m, k=name: f"{k}: {m}"
-            )
-        for got, want in zip(seen, norms, strict=True):
-            if want is not None:
-                torch.testing.assert_close(got, want, rtol=1e-7, atol=0)
 
 
 def _ddp(ctx: ParallelContext, full: dict[str, Tensor]) -> dict[str, Tensor]:

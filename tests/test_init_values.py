@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from torch import Tensor, nn
+from worlds import each_rank
 
 import tpcore
 from tpcore.layers import initial
@@ -20,7 +21,6 @@ from tpcore.layout.mesh import Mesh
 from tpcore.layout.shard import Block, ShardSpec
 from tpcore.nxd.parallel_layers import layers
 from tpcore.runtime.context import ParallelContext
-from tpcore.testing import run_ranks
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 FILLS: dict[str, Callable[[Tensor], object]] = {
@@ -124,7 +124,8 @@ def test_an_error_of_the_init_method_is_the_callers() -> None:
 
 # -- layers ------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("tp", [1, 2, 4])
-def test_what_is_drawn_after_a_layer_is_what_is_drawn_after_the_plain_one(tp: int) -> None:
+@each_rank(tp="tp")
+def test_what_is_drawn_after_a_layer_is_what_is_drawn_after_the_plain_one(ctx: ParallelContext, tp: int) -> None:
     """The matrix compares the values of each layer."""
     pairs: list[tuple[Callable[..., nn.Module], Callable[..., nn.Module]]] = [
         (tpcore.ColumnParallelLinear, nn.Linear),
@@ -138,62 +139,50 @@ def test_what_is_drawn_after_a_layer_is_what_is_drawn_after_the_plain_one(tp: in
         return torch.rand(3)
 
     want = [after(plain) for _, plain in pairs]
-
-    def rank(ctx: ParallelContext) -> None:
-        assert all(map(torch.equal, want, [after(ours) for ours, _ in pairs]))
-
-    run_ranks(Mesh({"tp": tp}), rank)
+    assert all(map(torch.equal, want, [after(ours) for ours, _ in pairs]))
 
 
 # slabs of all sizes are tested above; a layer makes its parts by the same function
 @pytest.mark.parametrize("slab", SLABS[1:2], indirect=True)
 @pytest.mark.parametrize("name", FILLS)
-def test_layers_take_an_init_method_for_the_weight(name: str, slab: int) -> None:
-    def rank(ctx: ParallelContext) -> None:
-        for make, shape in (
-            (lambda f: tpcore.ColumnParallelLinear(24, 36, init_method=f), (36, 24)),
-            (lambda f: tpcore.RowParallelLinear(24, 36, init_method=f), (36, 24)),
-            (lambda f: tpcore.ParallelEmbedding(24, 36, init_method=f), (24, 36)),
-            (lambda f: layers.ParallelEmbedding(24, 36, f), (24, 36)),
-        ):
-            full, _ = expected(FILLS[name], shape, torch.float32)
-            torch.manual_seed(11)
-            layer = make(FILLS[name])
-            spec = layer.shard_specs["weight"]
-            assert torch.equal(layer.weight, spec.shard(full, ctx.coord("tp"), 2))
-
-    run_ranks(Mesh({"dp": 1, "tp": 2}), rank)
+@each_rank(dp=1, tp=2)
+def test_layers_take_an_init_method_for_the_weight(ctx: ParallelContext, name: str, slab: int) -> None:
+    for make, shape in (
+        (lambda f: tpcore.ColumnParallelLinear(24, 36, init_method=f), (36, 24)),
+        (lambda f: tpcore.RowParallelLinear(24, 36, init_method=f), (36, 24)),
+        (lambda f: tpcore.ParallelEmbedding(24, 36, init_method=f), (24, 36)),
+        (lambda f: layers.ParallelEmbedding(24, 36, f), (24, 36)),
+    ):
+        full, _ = expected(FILLS[name], shape, torch.float32)
+        torch.manual_seed(11)
+        layer = make(FILLS[name])
+        spec = layer.shard_specs["weight"]
+        assert torch.equal(layer.weight, spec.shard(full, ctx.coord("tp"), 2))
 
 
-def test_master_weight_is_the_full_initial_weight_and_costs_no_random_numbers() -> None:
+@each_rank(tp=2)
+def test_master_weight_is_the_full_initial_weight_and_costs_no_random_numbers(ctx: ParallelContext) -> None:
     torch.manual_seed(5)
     plain, state = nn.Linear(8, 12), torch.get_rng_state()
-
-    def rank(ctx: ParallelContext) -> None:
-        for make in (layers.ColumnParallelLinear, layers.RowParallelLinear):
-            torch.manual_seed(5)
-            layer = make(8, 12, keep_master_weight=True)
-            assert torch.equal(layer.master_weight, plain.weight)
-            assert torch.equal(torch.get_rng_state(), state)
-            assert set(layer.state_dict()) == {"weight", "bias"}
-
-    run_ranks(Mesh({"tp": 2}), rank)
+    for make in (layers.ColumnParallelLinear, layers.RowParallelLinear):
+        torch.manual_seed(5)
+        layer = make(8, 12, keep_master_weight=True)
+        assert torch.equal(layer.master_weight, plain.weight)
+        assert torch.equal(torch.get_rng_state(), state)
+        assert set(layer.state_dict()) == {"weight", "bias"}
 
 
-def test_under_inference_mode_and_default_device_contexts() -> None:
+@each_rank(tp=2)
+def test_under_inference_mode_and_default_device_contexts(ctx: ParallelContext) -> None:
     torch.manual_seed(5)
     plain = nn.Linear(8, 12)
-
-    def rank(ctx: ParallelContext) -> None:
-        torch.manual_seed(5)
-        with torch.inference_mode(), torch.device("cpu"):
-            layer = tpcore.ColumnParallelLinear(8, 12, gather_output=False)
-        assert not layer.weight.is_inference()
-        assert torch.equal(layer.weight, plain.weight.chunk(2)[ctx.coord("tp")])
-        with torch.device("meta"):
-            assert tpcore.ColumnParallelLinear(8, 12).weight.is_meta
-
-    run_ranks(Mesh({"tp": 2}), rank)
+    torch.manual_seed(5)
+    with torch.inference_mode(), torch.device("cpu"):
+        layer = tpcore.ColumnParallelLinear(8, 12, gather_output=False)
+    assert not layer.weight.is_inference()
+    assert torch.equal(layer.weight, plain.weight.chunk(2)[ctx.coord("tp")])
+    with torch.device("meta"):
+        assert tpcore.ColumnParallelLinear(8, 12).weight.is_meta
 
 
 # -- memory ------------------------------------------------------------------------------------------------
@@ -259,17 +248,14 @@ def test_a_rank_never_holds_more_than_its_shard_and_one_slab() -> None:
             assert -(2**20) <= grown - shard <= room, f"{kind} grew by {grown / 2**20:.1f} MiB"
 
 
-def test_meta_allocates_and_draws_nothing() -> None:
+@each_rank(tp=4)
+def test_meta_allocates_and_draws_nothing(ctx: ParallelContext) -> None:
     state = torch.get_rng_state()
-
-    def rank(ctx: ParallelContext) -> None:
-        for layer, shape in (
-            (tpcore.ColumnParallelLinear(2**20, 2**20, device="meta"), (2**18, 2**20)),
-            (tpcore.RowParallelLinear(2**20, 2**20, device="meta"), (2**20, 2**18)),
-            (tpcore.ParallelEmbedding(2**20, 2**20, device="meta"), (2**18, 2**20)),
-        ):
-            assert layer.weight.is_meta
-            assert tuple(layer.weight.shape) == shape
-        assert torch.equal(torch.get_rng_state(), state)
-
-    run_ranks(Mesh({"tp": 4}), rank)
+    for layer, shape in (
+        (tpcore.ColumnParallelLinear(2**20, 2**20, device="meta"), (2**18, 2**20)),
+        (tpcore.RowParallelLinear(2**20, 2**20, device="meta"), (2**20, 2**18)),
+        (tpcore.ParallelEmbedding(2**20, 2**20, device="meta"), (2**18, 2**20)),
+    ):
+        assert layer.weight.is_meta
+        assert tuple(layer.weight.shape) == shape
+    assert torch.equal(torch.get_rng_state(), state)

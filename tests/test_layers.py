@@ -14,11 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from worlds import each_rank
 
 import tpcore
-from tpcore import Block, Mesh, ParallelContext
+from tpcore import Block, ParallelContext, ShardSpec
 from tpcore.layers import linear
-from tpcore.testing import matrix, run_ranks
+from tpcore.layers.features import Features
+from tpcore.testing import matrix
 
 at_tp_1_2_4 = pytest.mark.parametrize("tp", [1, 2, 4])
 
@@ -34,62 +36,6 @@ class Conv1D(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ self.weight + self.bias
-
-
-LINEAR, UP, DOWN, HEADED, FUSED = nn.Linear(48, 6), Conv1D(24, 8), Conv1D(8, 24), nn.Linear(6, 48), nn.Linear(6, 30)
-TABLE, HEAD_BLOCKS = nn.Embedding(7, 4, padding_idx=1), (Block(24, 3), Block(12, 3), Block(12, 3))
-SHARED_BLOCKS = (Block(24, 3), Block(6, 3, replicate=True))  # at tp=4 two ranks hold each of two key heads
-EQUALS: dict[str, tuple[nn.Module, Callable[[Any], Any], Tensor]] = {
-    "row": (LINEAR, tpcore.RowParallelLinear.from_plain, torch.randn(5, 48)),
-    "embedding": (
-        TABLE,
-        lambda plain: tpcore.ParallelEmbedding.from_plain(plain, pad=True),
-        torch.tensor([[0, 6, 1], [3, 3, 2]]),
-    ),
-    "layer norm": (nn.LayerNorm(8, eps=0.1), tpcore.LayerNorm.from_plain, torch.randn(5, 8)),
-    "rms norm": (nn.RMSNorm(8, eps=0.1), tpcore.RMSNorm.from_plain, torch.randn(5, 8)),
-    "column conv1d": (UP, lambda p: tpcore.layers.ColumnParallelConv1D.from_plain(p, blocks=3), torch.randn(5, 8)),
-    "row conv1d": (DOWN, tpcore.layers.RowParallelConv1D.from_plain, torch.randn(5, 24)),
-    "column heads": (
-        HEADED,
-        lambda plain: tpcore.ColumnParallelLinear.from_plain(plain, blocks=HEAD_BLOCKS),
-        torch.randn(5, 6),
-    ),
-    "row heads": (
-        LINEAR,
-        lambda plain: tpcore.RowParallelLinear.from_plain(plain, blocks=HEAD_BLOCKS),
-        torch.randn(5, 48),
-    ),
-    "shared heads": (
-        FUSED,
-        lambda plain: tpcore.ColumnParallelLinear.from_plain(plain, blocks=SHARED_BLOCKS),
-        torch.randn(5, 6),
-    ),
-}
-
-
-@at_tp_1_2_4
-@pytest.mark.parametrize("name", EQUALS)
-def test_from_plain_equals_the_module(name: str, tp: int) -> None:
-    """Output, gradient of the input and of each parameter."""
-    module, from_plain, values = EQUALS[name]
-    plain, floating = copy.deepcopy(module).double(), values.is_floating_point()
-    x = values.double() if floating else values
-    whole = x.clone().requires_grad_(floating)
-    want = plain(whole)
-    want.square().sum().backward()
-
-    def rank(ctx: ParallelContext) -> None:
-        layer, mine = from_plain(plain), x.clone().requires_grad_(floating)
-        y = layer(mine)
-        y.square().sum().backward()
-        torch.testing.assert_close(y, want)
-        torch.testing.assert_close(mine.grad, whole.grad)
-        for name, p in layer.named_parameters():
-            grad = layer.shard_specs[name].shard(plain.get_parameter(name).grad, ctx.coord("tp"), tp)
-            torch.testing.assert_close(p.grad, grad)
-
-    run_ranks(Mesh({"tp": tp}), rank)
 
 
 # -- attention ----------------------------------------------------------------------------------------
@@ -127,41 +73,33 @@ class Attention(nn.Module):
 @at_tp_1_2_4
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("fused", [False, True])
-def test_qkv(tp: int, kv_heads: int, fused: bool) -> None:
+@each_rank(tp="tp")
+def test_qkv(ctx: ParallelContext, tp: int, kv_heads: int, fused: bool) -> None:
     """At tp=4 two key heads are held by two ranks each, rank r holding head r // 2."""
     plain, x = Attention(kv_heads, fused).double(), torch.randn(2, 5, WIDTH).double().requires_grad_()
     plain(x).square().sum().backward()
-
-    def rank(ctx: ParallelContext) -> None:
-        ours, mine = plain.cut(), x.detach().clone().requires_grad_()
-        ours(mine).square().sum().backward()
-        torch.testing.assert_close(mine.grad, x.grad)
-        specs = tpcore.layers.shard_specs(ours)
-        theirs = [p.grad for p in plain.parameters()]
-        for (name, p), grad in zip(ours.named_parameters(), theirs, strict=True):
-            torch.testing.assert_close(p.grad, specs[name].shard(grad, ctx.coord("tp"), tp))
-
-    run_ranks(Mesh({"tp": tp}), rank)
+    ours, mine = plain.cut(), x.detach().clone().requires_grad_()
+    ours(mine).square().sum().backward()
+    torch.testing.assert_close(mine.grad, x.grad)
+    specs = tpcore.layers.shard_specs(ours)
+    theirs = [p.grad for p in plain.parameters()]
+    for (name, p), grad in zip(ours.named_parameters(), theirs, strict=True):
+        torch.testing.assert_close(p.grad, specs[name].shard(grad, ctx.coord("tp"), tp))
 
 
-def test_a_key_head_goes_to_consecutive_ranks() -> None:
+@each_rank(tp=4)
+def test_a_key_head_goes_to_consecutive_ranks(ctx: ParallelContext) -> None:
     plain = nn.Linear(WIDTH, 2 * HEAD)
-
-    def rank(ctx: ParallelContext) -> None:
-        layer = tpcore.ParallelQKV.from_plain([nn.Linear(WIDTH, HEADS * HEAD), plain, plain], HEADS, 2)
-        assert torch.equal(layer.k_proj.weight, plain.weight.chunk(2)[ctx.rank // 2])
-
-    run_ranks(Mesh({"tp": 4}), rank)
+    layer = tpcore.ParallelQKV.from_plain([nn.Linear(WIDTH, HEADS * HEAD), plain, plain], HEADS, 2)
+    assert torch.equal(layer.k_proj.weight, plain.weight.chunk(2)[ctx.rank // 2])
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "fit"), [(6, 2, "1, 2, 6"), (12, 3, "1, 3, 6, 12"), (2, 1, "1, 2")])
-def test_heads_that_do_not_fit(heads: int, kv_heads: int, fit: str) -> None:
-    def rank(ctx: ParallelContext) -> None:
-        message = f"tp=4 .* {heads} heads and {kv_heads} key and value heads fit tp={fit}$"
-        with pytest.raises(ValueError, match=message):
-            tpcore.ParallelQKV(24, heads, kv_heads)
-
-    run_ranks(Mesh({"tp": 4}), rank)
+@each_rank(tp=4)
+def test_heads_that_do_not_fit(ctx: ParallelContext, heads: int, kv_heads: int, fit: str) -> None:
+    message = f"tp=4 .* {heads} heads and {kv_heads} key and value heads fit tp={fit}$"
+    with pytest.raises(ValueError, match=message):
+        tpcore.ParallelQKV(24, heads, kv_heads)
 
 
 # -- one copy of an input -------------------------------------------------------------------------------
@@ -182,27 +120,25 @@ class Reader(nn.Module):
 
 @pytest.mark.parametrize("by_name", [False, True])
 @pytest.mark.parametrize("how", ["plain", "recompute", "deepcopy", "sequence parallel"])
-def test_a_shared_input_changes_no_number(how: str, by_name: bool) -> None:
-    def rank(ctx: ParallelContext) -> None:
-        grads = []
-        for shared in (False, True):
-            torch.manual_seed(0)
-            reader, x = Reader(False), torch.randn(4, WIDTH)
-            if how == "sequence parallel":
-                for layer in reader.children():
-                    layer.sequence_dim = 0
-                x = x.chunk(2)[ctx.rank]
-            if shared:
-                tpcore.layers.share_input(reader, reader.one, reader.two)
-            reader, x = copy.deepcopy(reader) if how == "deepcopy" else reader, x.clone().requires_grad_()
-            call = (lambda t, r=reader: r(hidden_states=t)) if by_name else reader
-            y = checkpoint(call, x, use_reentrant=False) if how == "recompute" else call(x)
-            y.square().sum().backward()
-            grads.append([x.grad, *(p.grad for p in reader.parameters())])
-        for ours, theirs in zip(*grads, strict=True):
-            torch.testing.assert_close(ours, theirs)
-
-    run_ranks(Mesh({"tp": 2}), rank)
+@each_rank(tp=2)
+def test_a_shared_input_changes_no_number(ctx: ParallelContext, how: str, by_name: bool) -> None:
+    grads = []
+    for shared in (False, True):
+        torch.manual_seed(0)
+        reader, x = Reader(False), torch.randn(4, WIDTH)
+        if how == "sequence parallel":
+            for layer in reader.children():
+                layer.sequence_dim = 0
+            x = x.chunk(2)[ctx.rank]
+        if shared:
+            tpcore.layers.share_input(reader, reader.one, reader.two)
+        reader, x = copy.deepcopy(reader) if how == "deepcopy" else reader, x.clone().requires_grad_()
+        call = (lambda t, r=reader: r(hidden_states=t)) if by_name else reader
+        y = checkpoint(call, x, use_reentrant=False) if how == "recompute" else call(x)
+        y.square().sum().backward()
+        grads.append([x.grad, *(p.grad for p in reader.parameters())])
+    for ours, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 class Llama(nn.Module):
@@ -251,16 +187,14 @@ def test_collectives_of_qkv_with_replicated_heads(fused: bool) -> None:
     assert Counter(c.size for c in found.program(0).collectives) == {4: 1, 2: 1 if fused else 2}
 
 
-def test_what_cannot_be_shared() -> None:
-    def rank(ctx: ParallelContext) -> None:
-        reader = Reader(True)
-        with pytest.raises(ValueError, match=r"share_input: .* Reader .* no copies yet: .*input_is_copied=True"):
-            tpcore.layers.share_input(reader, reader.one, reader.two)
-        reader = Reader(False)
-        with pytest.raises(ValueError, match=r"Reader.forward has no argument 'x' but \['hidden_states'\]"):
-            tpcore.layers.share_input(reader, reader.one, reader.two, argument="x")
-
-    run_ranks(Mesh({"tp": 2}), rank)
+@each_rank(tp=2)
+def test_what_cannot_be_shared(ctx: ParallelContext) -> None:
+    reader = Reader(True)
+    with pytest.raises(ValueError, match=r"share_input: .* Reader .* no copies yet: .*input_is_copied=True"):
+        tpcore.layers.share_input(reader, reader.one, reader.two)
+    reader = Reader(False)
+    with pytest.raises(ValueError, match=r"Reader.forward has no argument 'x' but \['hidden_states'\]"):
+        tpcore.layers.share_input(reader, reader.one, reader.two, argument="x")
 
 
 # -- from a plain module ----------------------------------------------------------------------------------
@@ -277,25 +211,22 @@ PAIRS: dict[str, tuple[Callable[[], Any], Callable[..., Any]]] = {
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_from_plain_keeps_what_the_module_is(name: str) -> None:
+@each_rank(tp=2)
+def test_from_plain_keeps_what_the_module_is(ctx: ParallelContext, name: str) -> None:
     make, from_plain = PAIRS[name]
     plain = make().to(torch.bfloat16).eval()
     plain.weight.requires_grad_(False)
-
-    def rank(ctx: ParallelContext) -> None:
-        state = torch.get_rng_state()
-        layer = from_plain(plain)
-        assert torch.equal(state, torch.get_rng_state())
-        assert not layer.training
-        for key, p in plain.named_parameters():
-            mine = layer.get_parameter(key)
-            assert torch.equal(mine, layer.shard_specs[key].shard(p.detach(), ctx.rank, 2))
-            assert (mine.dtype, mine.requires_grad) == (torch.bfloat16, p.requires_grad)
-        on_meta = from_plain(make().to("meta"))
-        assert all(p.is_meta for p in on_meta.parameters())
-        assert [p.shape for p in on_meta.parameters()] == [p.shape for p in layer.parameters()]
-
-    run_ranks(Mesh({"tp": 2}), rank)
+    state = torch.get_rng_state()
+    layer = from_plain(plain)
+    assert torch.equal(state, torch.get_rng_state())
+    assert not layer.training
+    for key, p in plain.named_parameters():
+        mine = layer.get_parameter(key)
+        assert torch.equal(mine, layer.shard_specs[key].shard(p.detach(), ctx.rank, 2))
+        assert (mine.dtype, mine.requires_grad) == (torch.bfloat16, p.requires_grad)
+    on_meta = from_plain(make().to("meta"))
+    assert all(p.is_meta for p in on_meta.parameters())
+    assert [p.shape for p in on_meta.parameters()] == [p.shape for p in layer.parameters()]
 
 
 class Scaled(nn.Embedding):
@@ -344,14 +275,11 @@ MISFITS: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", MISFITS)
-def test_from_plain_says_what_does_not_fit(name: str) -> None:
+@each_rank(tp=2)
+def test_from_plain_says_what_does_not_fit(ctx: ParallelContext, name: str) -> None:
     make, message = MISFITS[name]
-
-    def rank(ctx: ParallelContext) -> None:
-        with pytest.raises(ValueError, match=message):
-            make()
-
-    run_ranks(Mesh({"tp": 2}), rank)
+    with pytest.raises(ValueError, match=message):
+        make()
 
 
 # -- the matrix and the signatures know every layer -------------------------------------------------------
@@ -370,15 +298,20 @@ def test_the_matrix_knows_every_layer() -> None:
     assert sorted(c.__name__ for c in classes - {row.layer for row in matrix.ROWS.values()}) == []
 
 
-def test_features_of_a_forward_are_made_by_the_constructor() -> None:
+@each_rank(tp=2)
+def test_features_of_a_forward_are_made_by_the_constructor(ctx: ParallelContext) -> None:
     """A forward asks no ShardSpec: that took 62 us a call at tp=32."""
+    layer = tpcore.ColumnParallelLinear(4, 12, blocks=3)
+    layer.shard_specs = {}
+    layer(torch.randn(2, 4))
 
-    def rank(ctx: ParallelContext) -> None:
-        layer = tpcore.ColumnParallelLinear(4, 12, blocks=3)
-        layer.shard_specs = {}
-        layer(torch.randn(2, 4))
 
-    run_ranks(Mesh({"tp": 2}), rank)
+@each_rank(tp=2)
+def test_features_are_those_of_any_dim(ctx: ParallelContext) -> None:
+    features, tp, x = Features.of(ShardSpec.strided((10,), 0, 2), 2), ctx.comm("tp"), torch.randn(10, 3)
+    mine = features.mask(features.scatter(x, tp, 0), tp, 0)
+    assert torch.equal(mine, ShardSpec.strided((10, 3), 0, 2).shard(x, ctx.rank, 2))
+    assert torch.equal(features.restored(tp.all_gather(mine, 0), 0), x)
 
 
 @pytest.mark.parametrize("layer", [tpcore.layers.ColumnParallelConv1D, tpcore.layers.RowParallelConv1D])

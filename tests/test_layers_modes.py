@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from worlds import each_rank
 
 import tpcore
 from tpcore import Block
@@ -18,14 +19,6 @@ from tpcore.nxd.parallel_layers import layers
 from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
 
-TWO = Mesh({"dp": 1, "tp": 2})
-
-
-def on_two(fn: Callable[[ParallelContext], Any]) -> list[Any]:
-    return run_ranks(TWO, fn)
-
-
-INPUTS: dict[str, Callable[[], Tensor]] = {"embedding": lambda: torch.randint(8, (2, 4))}
 CALLS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
     "column": lambda: (tpcore.ColumnParallelLinear(8, 8), torch.randn(4, 8)),
     "column, not gathered": lambda: (tpcore.ColumnParallelLinear(8, 8, gather_output=False), torch.randn(4, 8)),
@@ -65,32 +58,29 @@ IN_PLACE: list[tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = 
 
 @at_tp_1_and_2
 @pytest.mark.parametrize("name", CALLS)
-def test_without_gradients_and_with_outputs_changed_in_place(name: str, tp: int) -> None:
+@each_rank(tp="tp")
+def test_without_gradients_and_with_outputs_changed_in_place(ctx: ParallelContext, name: str, tp: int) -> None:
     """As of nn.Linear: the same values, and ``relu(inplace=True)`` or ``+= residual`` hurt no gradient."""
-
-    def rank(ctx: ParallelContext) -> None:
-        torch.manual_seed(0)
-        layer, x = CALLS[name]()
-        before, want = layer.weight.detach().clone(), layer(x)
-        assert want.requires_grad
-        for mode in (torch.no_grad, torch.inference_mode):
-            with mode():
-                got = layer(x)
-            assert not got.requires_grad
-            assert torch.equal(got, want)
-        for changes in IN_PLACE:
-            grads = []
-            for change in changes:
-                layer.zero_grad()
-                change(layer(x)).square().sum().backward()
-                grads.append(layer.weight.grad.clone())
-            assert torch.equal(*grads)
-        assert torch.equal(layer.weight, before)
-        layer.requires_grad_(False)
-        assert torch.equal(layer(x), want)
-        assert not layer(x).requires_grad
-
-    run_ranks(Mesh({"tp": tp}), rank)
+    torch.manual_seed(0)
+    layer, x = CALLS[name]()
+    before, want = layer.weight.detach().clone(), layer(x)
+    assert want.requires_grad
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            got = layer(x)
+        assert not got.requires_grad
+        assert torch.equal(got, want)
+    for changes in IN_PLACE:
+        grads = []
+        for change in changes:
+            layer.zero_grad()
+            change(layer(x)).square().sum().backward()
+            grads.append(layer.weight.grad.clone())
+        assert torch.equal(*grads)
+    assert torch.equal(layer.weight, before)
+    layer.requires_grad_(False)
+    assert torch.equal(layer(x), want)
+    assert not layer(x).requires_grad
 
 
 def loaded(name: str, plain: nn.Module, ctx: ParallelContext) -> nn.Module:
@@ -104,108 +94,85 @@ def loaded(name: str, plain: nn.Module, ctx: ParallelContext) -> nn.Module:
 @at_tp_1_and_2
 @pytest.mark.parametrize("name", ["column", "row"])
 @pytest.mark.parametrize("frozen", ["input", "weight", "bias", "weight and bias"])
-def test_what_is_frozen_gets_no_gradient_and_the_rest_its_own(name: str, tp: int, frozen: str) -> None:
+@each_rank(tp="tp")
+def test_what_is_frozen_gets_no_gradient_and_the_rest_its_own(
+    ctx: ParallelContext, name: str, tp: int, frozen: str
+) -> None:
     torch.manual_seed(0)
     plain, x, grad = nn.Linear(8, 8), torch.randn(4, 8), torch.randn(4, 8)
     leaf = x.clone().requires_grad_()
     plain(leaf).backward(grad)
-
-    def rank(ctx: ParallelContext) -> None:
-        layer = loaded(name, plain, ctx)
-        for key, p in layer.named_parameters():
-            p.requires_grad_(key not in frozen)
-        mine = x.clone().requires_grad_(frozen != "input")
-        layer(mine).backward(grad)
-        assert (mine.grad is None) == (frozen == "input")
-        if mine.grad is not None:
-            torch.testing.assert_close(mine.grad, leaf.grad, rtol=0, atol=1e-5)  # float32, sums of 8
-        for key, p in layer.named_parameters():
-            assert (p.grad is None) == (key in frozen)
-            if p.grad is not None:
-                want = layer.shard_specs[key].shard(plain.get_parameter(key).grad, ctx.coord("tp"), tp)
-                torch.testing.assert_close(p.grad, want, rtol=0, atol=1e-5)
-
-    run_ranks(Mesh({"tp": tp}), rank)
+    layer = loaded(name, plain, ctx)
+    for key, p in layer.named_parameters():
+        p.requires_grad_(key not in frozen)
+    mine = x.clone().requires_grad_(frozen != "input")
+    layer(mine).backward(grad)
+    assert (mine.grad is None) == (frozen == "input")
+    if mine.grad is not None:
+        torch.testing.assert_close(mine.grad, leaf.grad, rtol=0, atol=1e-5)  # float32, sums of 8
+    for key, p in layer.named_parameters():
+        assert (p.grad is None) == (key in frozen)
+        if p.grad is not None:
+            want = layer.shard_specs[key].shard(plain.get_parameter(key).grad, ctx.coord("tp"), tp)
+            torch.testing.assert_close(p.grad, want, rtol=0, atol=1e-5)
 
 
 @at_tp_1_and_2
 @pytest.mark.parametrize("name", ["column", "row"])
-def test_autocast(name: str, tp: int) -> None:
+@each_rank(tp="tp")
+def test_autocast(ctx: ParallelContext, name: str, tp: int) -> None:
     torch.manual_seed(0)
     plain, x = nn.Linear(8, 8), torch.randn(4, 8)
     leaf = x.clone().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
         want = plain(leaf)
     want.sum().backward()
-
-    def rank(ctx: ParallelContext) -> None:
-        layer = loaded(name, plain, ctx)
-        mine = x.clone().requires_grad_()
-        with torch.autocast("cpu", torch.bfloat16):
-            y = layer(mine)
-        y.sum().backward()
-        assert y.dtype == torch.bfloat16
-        # bfloat16 has 8 bits; three roundings of values below 4
-        torch.testing.assert_close(y, want, rtol=0, atol=3 * 2**-7)
-        assert mine.grad is not None
-        assert mine.grad.dtype == torch.float32
-        torch.testing.assert_close(mine.grad, leaf.grad, rtol=0, atol=3 * 2**-7)
-        shard = layer.shard_specs["weight"].shard(plain.weight.grad, ctx.coord("tp"), tp)
-        assert layer.weight.grad.dtype == torch.float32
-        torch.testing.assert_close(layer.weight.grad, shard, rtol=0, atol=3 * 2**-7)
-
-    run_ranks(Mesh({"tp": tp}), rank)
-
-
-def test_gradients_accumulate_over_calls() -> None:
-    def rank(ctx: ParallelContext) -> None:
-        for name in ("column", "row", "embedding"):
-            torch.manual_seed(0)
-            layer, x = CALLS[name]()
-            (layer(x) + layer(x)).sum().backward()
-            twice = layer.weight.grad.clone()
-            layer.zero_grad()
-            layer(x).sum().backward()
-            layer(x).sum().backward()
-            assert torch.equal(layer.weight.grad, twice)
-
-    on_two(rank)
+    layer = loaded(name, plain, ctx)
+    mine = x.clone().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(mine)
+    y.sum().backward()
+    assert y.dtype == torch.bfloat16
+    # bfloat16 has 8 bits; three roundings of values below 4
+    torch.testing.assert_close(y, want, rtol=0, atol=3 * 2**-7)
+    assert mine.grad is not None
+    assert mine.grad.dtype == torch.float32
+    torch.testing.assert_close(mine.grad, leaf.grad, rtol=0, atol=3 * 2**-7)
+    shard = layer.shard_specs["weight"].shard(plain.weight.grad, ctx.coord("tp"), tp)
+    assert layer.weight.grad.dtype == torch.float32
+    torch.testing.assert_close(layer.weight.grad, shard, rtol=0, atol=3 * 2**-7)
 
 
 @pytest.mark.parametrize("name", [name for name in CALLS if name != "layer norm"])
-def test_no_tokens(name: str) -> None:
-    def rank(ctx: ParallelContext) -> None:
-        layer, x = CALLS[name]()
-        for shape in ((0,), (0, 3), (4, 0)):
-            leaf = x.new_zeros(shape if "embedding" in name else (*shape, x.shape[-1]))
-            if x.is_floating_point():
-                leaf.requires_grad_()
-            y = layer(leaf)
-            assert y.numel() == 0
-            y.sum().backward()
-            assert not layer.weight.grad.any()
-            assert leaf.grad is None or leaf.grad.shape == leaf.shape
-
-    on_two(rank)
+@each_rank(dp=1, tp=2)
+def test_no_tokens(ctx: ParallelContext, name: str) -> None:
+    layer, x = CALLS[name]()
+    for shape in ((0,), (0, 3), (4, 0)):
+        leaf = x.new_zeros(shape if "embedding" in name else (*shape, x.shape[-1]))
+        if x.is_floating_point():
+            leaf.requires_grad_()
+        y = layer(leaf)
+        assert y.numel() == 0
+        y.sum().backward()
+        assert not layer.weight.grad.any()
+        assert leaf.grad is None or leaf.grad.shape == leaf.shape
 
 
-def test_bias_left_to_the_caller_is_the_one_to_add() -> None:
-    def rank(ctx: ParallelContext) -> None:
-        torch.manual_seed(0)
-        x, tp = torch.randn(4, 8), ctx.comm("tp")
-        for make in (tpcore.ColumnParallelLinear, tpcore.RowParallelLinear):
-            layer = make(8, 8, skip_bias_add=True)
-            y, bias = layer(x)
-            layer.skip_bias_add = False
-            assert torch.equal(layer(x), y + bias)
-            assert make(8, 8, bias=False, skip_bias_add=True)(x)[1] is None
-        partial = layers.RowParallelLinear(8, 8, bias=False, input_is_parallel=True, reduce_output=False)
-        whole = tpcore.RowParallelLinear(8, 8, bias=False, input_is_parallel=True)
-        whole.load_state_dict(partial.state_dict())
-        mine = ops.scatter(x, tp)
-        assert torch.equal(ops.reduce(partial(mine), tp), whole(mine))
-
-    on_two(rank)
+@each_rank(dp=1, tp=2)
+def test_bias_left_to_the_caller_is_the_one_to_add(ctx: ParallelContext) -> None:
+    torch.manual_seed(0)
+    x, tp = torch.randn(4, 8), ctx.comm("tp")
+    for make in (tpcore.ColumnParallelLinear, tpcore.RowParallelLinear):
+        layer = make(8, 8, skip_bias_add=True)
+        y, bias = layer(x)
+        layer.skip_bias_add = False
+        assert torch.equal(layer(x), y + bias)
+        assert make(8, 8, bias=False, skip_bias_add=True)(x)[1] is None
+    partial = layers.RowParallelLinear(8, 8, bias=False, input_is_parallel=True, reduce_output=False)
+    whole = tpcore.RowParallelLinear(8, 8, bias=False, input_is_parallel=True)
+    whole.load_state_dict(partial.state_dict())
+    mine = ops.scatter(x, tp)
+    assert torch.equal(ops.reduce(partial(mine), tp), whole(mine))
 
 
 def _integers(*shape: int, seed: int) -> Tensor:
@@ -284,39 +251,33 @@ def test_sums_over_ranks_are_taken_in_fp32(ranks: Callable[..., list[Any]]) -> N
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("across", [False, True])
 @pytest.mark.parametrize("padding_idx", [0, 5, -1])
+@each_rank(tp="tp")
 def test_a_padding_row_that_was_changed_is_looked_up_and_gets_no_gradient(
-    tp: int, across: bool, padding_idx: int
+    ctx: ParallelContext, tp: int, across: bool, padding_idx: int
 ) -> None:
     ids = torch.tensor([[0, 5, 7, 3], [0, 0, 5, 7]])
-
-    def rank(ctx: ParallelContext) -> None:
-        layer = tpcore.ParallelEmbedding(8, 4, padding_idx, shard_across_embedding=across)
-        with torch.no_grad():
-            layer.weight.fill_(2.0)
-        y = layer(ids)
-        assert (y == 2.0).all()
-        y.sum().backward()
-        grad = layer.shard_specs["weight"].unshard(list(ctx.comm("tp").all_gather(layer.weight.grad.unsqueeze(0), 0)))
-        assert not grad[padding_idx].any()
-        assert grad.sum() == 4 * (ids != padding_idx % 8).sum()
-
-    run_ranks(Mesh({"tp": tp}), rank)
+    layer = tpcore.ParallelEmbedding(8, 4, padding_idx, shard_across_embedding=across)
+    with torch.no_grad():
+        layer.weight.fill_(2.0)
+    y = layer(ids)
+    assert (y == 2.0).all()
+    y.sum().backward()
+    grad = layer.shard_specs["weight"].unshard(list(ctx.comm("tp").all_gather(layer.weight.grad.unsqueeze(0), 0)))
+    assert not grad[padding_idx].any()
+    assert grad.sum() == 4 * (ids != padding_idx % 8).sum()
 
 
-def test_a_sequence_dim_may_be_counted_from_the_end() -> None:
+@each_rank(dp=1, tp=2)
+def test_a_sequence_dim_may_be_counted_from_the_end(ctx: ParallelContext) -> None:
     """-2 of [4, 8, features] is 1, of the output of a look-up too."""
-
-    def rank(ctx: ParallelContext) -> None:
-        found = []
-        for dim in (1, -2):
-            torch.manual_seed(0)
-            embed = tpcore.ParallelEmbedding(16, 8, sequence_dim=dim)
-            up = tpcore.ColumnParallelLinear(8, 16, gather_output=False, sequence_dim=dim)
-            down = tpcore.RowParallelLinear(16, 8, input_is_parallel=True, sequence_dim=dim)
-            y = down(up(embed(torch.randint(16, (4, 8)))))
-            assert y.shape == (4, 4, 8)
-            y.square().sum().backward()
-            found.append([y, *(p.grad for layer in (embed, up, down) for p in layer.parameters())])
-        assert all(map(torch.equal, *found))
-
-    on_two(rank)
+    found = []
+    for dim in (1, -2):
+        torch.manual_seed(0)
+        embed = tpcore.ParallelEmbedding(16, 8, sequence_dim=dim)
+        up = tpcore.ColumnParallelLinear(8, 16, gather_output=False, sequence_dim=dim)
+        down = tpcore.RowParallelLinear(16, 8, input_is_parallel=True, sequence_dim=dim)
+        y = down(up(embed(torch.randint(16, (4, 8)))))
+        assert y.shape == (4, 4, 8)
+        y.square().sum().backward()
+        found.append([y, *(p.grad for layer in (embed, up, down) for p in layer.parameters())])
+    assert all(map(torch.equal, *found))

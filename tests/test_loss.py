@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from worlds import each_rank
 
 import tpcore
 from tpcore.layers import loss
@@ -23,10 +24,6 @@ Ranks = Callable[..., list[Any]]
 
 def mine(logits: Tensor, ctx: ParallelContext) -> Tensor:
     return logits.chunk(ctx.comm("tp").size, -1)[ctx.coord("tp")].clone().requires_grad_()
-
-
-def on_ranks(tp: int, fn: Callable[[ParallelContext], Any]) -> list[Any]:
-    return run_ranks(Mesh({"dp": 1, "tp": tp}), fn)
 
 
 @pytest.mark.parametrize("chunk", [1, 30, 1 << 18])  # of 6 logits: 21 runs of a token, 4 of 5 and a rest, 1
@@ -43,9 +40,9 @@ def test_working_in_chunks_changes_no_bit(chunk: int, smoothing: float, monkeypa
         assert part.grad is not None
         return out.detach(), part.grad
 
-    want = on_ranks(2, rank)
+    want = run_ranks(Mesh({"tp": 2}), rank)
     monkeypatch.setattr(loss, "CHUNK", chunk)
-    for got, expected in zip(on_ranks(2, rank), want, strict=True):
+    for got, expected in zip(run_ranks(Mesh({"tp": 2}), rank), want, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
@@ -69,7 +66,8 @@ def _loss_and_grad(ctx: ParallelContext, logits: Tensor, target: Tensor) -> tupl
 
 
 @pytest.mark.parametrize("masked", [float("-inf"), torch.finfo(torch.float32).min])
-def test_masked_logits(masked: float) -> None:
+@each_rank(dp=1, tp=2)
+def test_masked_logits(ctx: ParallelContext, masked: float) -> None:
     """Words that cannot be said, among them all words of one rank."""
     torch.manual_seed(0)
     logits = torch.randn(4, 8)
@@ -80,60 +78,48 @@ def test_masked_logits(masked: float) -> None:
     want = F.cross_entropy(whole, target, reduction="none")
     want.sum().backward()
     assert whole.grad is not None
-
-    def rank(ctx: ParallelContext) -> None:
-        out, grad = _loss_and_grad(ctx, logits, target)
-        torch.testing.assert_close(out, want.detach(), rtol=0, atol=1e-6)
-        torch.testing.assert_close(grad, whole.grad.chunk(2, -1)[ctx.coord("tp")], rtol=0, atol=1e-6)
-
-    on_ranks(2, rank)
+    out, grad = _loss_and_grad(ctx, logits, target)
+    torch.testing.assert_close(out, want.detach(), rtol=0, atol=1e-6)
+    torch.testing.assert_close(grad, whole.grad.chunk(2, -1)[ctx.coord("tp")], rtol=0, atol=1e-6)
 
 
-def test_ignored_tokens_take_no_gradient_even_from_a_mean_of_nothing() -> None:
+@each_rank(dp=1, tp=2)
+def test_ignored_tokens_take_no_gradient_even_from_a_mean_of_nothing(ctx: ParallelContext) -> None:
     """sum / 0 sends inf back; 0 * inf would be nan."""
     target = torch.full((3,), -100)
-
-    def rank(ctx: ParallelContext) -> None:
-        part = mine(torch.randn(3, 8), ctx)
-        out = tpcore.parallel_cross_entropy(part, target)
-        (out.sum() / (target != -100).sum()).backward()
-        assert part.grad is not None
-        assert not part.grad.any()
-
-    on_ranks(2, rank)
+    part = mine(torch.randn(3, 8), ctx)
+    out = tpcore.parallel_cross_entropy(part, target)
+    (out.sum() / (target != -100).sum()).backward()
+    assert part.grad is not None
+    assert not part.grad.any()
 
 
-def test_no_tokens() -> None:
-    def rank(ctx: ParallelContext) -> None:
-        part = torch.zeros(0, 4, requires_grad=True)
-        out = tpcore.parallel_cross_entropy(part, torch.zeros(0, dtype=torch.int64))
-        assert out.shape == (0,)
-        out.sum().backward()
-        assert part.grad is not None
-        assert part.grad.shape == (0, 4)
-
-    on_ranks(2, rank)
+@each_rank(dp=1, tp=2)
+def test_no_tokens(ctx: ParallelContext) -> None:
+    part = torch.zeros(0, 4, requires_grad=True)
+    out = tpcore.parallel_cross_entropy(part, torch.zeros(0, dtype=torch.int64))
+    assert out.shape == (0,)
+    out.sum().backward()
+    assert part.grad is not None
+    assert part.grad.shape == (0, 4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_backward_again_through_a_retained_graph(smoothing: float, dtype: torch.dtype) -> None:
+@each_rank(dp=1, tp=2)
+def test_backward_again_through_a_retained_graph(ctx: ParallelContext, smoothing: float, dtype: torch.dtype) -> None:
     """With another gradient, and without touching the one given before."""
     torch.manual_seed(0)
     logits, target = torch.randn(5, 8).to(dtype), torch.randint(7, (5,))
-
-    def rank(ctx: ParallelContext) -> None:
-        part = mine(logits, ctx)
-        out = tpcore.parallel_cross_entropy(part, target, smoothing, vocab_size=7)
-        (once,) = torch.autograd.grad(out.sum(), part, retain_graph=True)
-        kept = once.clone()
-        (again,) = torch.autograd.grad(2 * out.sum(), part, retain_graph=True)
-        (third,) = torch.autograd.grad(out.sum(), part)
-        assert torch.equal(once, kept)
-        torch.testing.assert_close(third, once, rtol=2**-7 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
-        torch.testing.assert_close(again, 2 * third)
-
-    on_ranks(2, rank)
+    part = mine(logits, ctx)
+    out = tpcore.parallel_cross_entropy(part, target, smoothing, vocab_size=7)
+    (once,) = torch.autograd.grad(out.sum(), part, retain_graph=True)
+    kept = once.clone()
+    (again,) = torch.autograd.grad(2 * out.sum(), part, retain_graph=True)
+    (third,) = torch.autograd.grad(out.sum(), part)
+    assert torch.equal(once, kept)
+    torch.testing.assert_close(third, once, rtol=2**-7 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
+    torch.testing.assert_close(again, 2 * third)
 
 
 def test_over_a_group_of_ones_own() -> None:
@@ -192,14 +178,11 @@ INVALID: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("name", INVALID)
-def test_bad_arguments_are_an_error_on_every_rank(name: str) -> None:
+@each_rank(dp=1, tp=2)
+def test_bad_arguments_are_an_error_on_every_rank(ctx: ParallelContext, name: str) -> None:
     call, error, said = INVALID[name]
-
-    def rank(ctx: ParallelContext) -> None:
-        with pytest.raises(error, match=said):
-            call()
-
-    on_ranks(2, rank)
+    with pytest.raises(error, match=said):
+        call()
 
 
 MEASURE = """

@@ -11,10 +11,10 @@ import torch
 from test_zero import Mixes
 from torch import Tensor, nn
 from transformers.optimization import Adafactor
+from worlds import each_rank
 
 import tpcore
-from tpcore import Mesh, ParallelContext
-from tpcore.testing import run_ranks
+from tpcore import ParallelContext
 from tpcore.train.step import stepping_of
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -52,57 +52,49 @@ def loss_of(layer: nn.Module) -> Tensor:
 
 
 @pytest.mark.parametrize("make", MIXING)
-def test_an_optimizer_that_mixes_entries_is_refused(make: str) -> None:
-    def check(ctx: ParallelContext) -> None:
-        layer = tpcore.ColumnParallelLinear(4, 8, bias=False)
-        optimizer = MIXING[make]([layer.weight])
-        loss_of(layer).backward()
-        before = layer.weight.detach().clone()
-        with pytest.raises(ValueError, match=r"sharded over tp, and \w+ mixes a parameter's entries: "):
-            tpcore.optimizer_step(optimizer)
-        assert torch.equal(before, layer.weight)
-
-    run_ranks(Mesh({"dp": 1, "tp": 2}), check)
+@each_rank(dp=1, tp=2)
+def test_an_optimizer_that_mixes_entries_is_refused(ctx: ParallelContext, make: str) -> None:
+    layer = tpcore.ColumnParallelLinear(4, 8, bias=False)
+    optimizer = MIXING[make]([layer.weight])
+    loss_of(layer).backward()
+    before = layer.weight.detach().clone()
+    with pytest.raises(ValueError, match=r"sharded over tp, and \w+ mixes a parameter's entries: "):
+        tpcore.optimizer_step(optimizer)
+    assert torch.equal(before, layer.weight)
 
 
 @pytest.mark.parametrize("make", [m for m in MIXING if m != "LBFGS"])
-def test_it_steps_parameters_that_each_rank_has_whole(make: str) -> None:
-    def check(ctx: ParallelContext) -> None:
-        layer = nn.Linear(4, 8, bias=False)
-        loss_of(layer).backward()
-        tpcore.optimizer_step(MIXING[make]([layer.weight]))
-
-    run_ranks(Mesh({"dp": 2, "tp": 1}), check)
+@each_rank(dp=2, tp=1)
+def test_it_steps_parameters_that_each_rank_has_whole(ctx: ParallelContext, make: str) -> None:
+    layer = nn.Linear(4, 8, bias=False)
+    loss_of(layer).backward()
+    tpcore.optimizer_step(MIXING[make]([layer.weight]))
 
 
 @pytest.mark.parametrize("make", ELEMENTWISE)
-def test_others_are_tried_once_and_step_as_the_whole(make: str) -> None:
-    def check(ctx: ParallelContext) -> None:
-        layer, plain = (tpcore.ColumnParallelLinear(4, 8, bias=False).double(), nn.Linear(4, 8, bias=False).double())
-        with torch.no_grad():
-            plain.weight.copy_(ctx.comm("tp").all_gather(layer.weight.detach(), 0))
-        steps: list[int] = []
-        ours, theirs = ELEMENTWISE[make]([layer.weight]), ELEMENTWISE[make]([plain.weight])
-        for _ in range(3):
-            for model, optimizer in ((layer, ours), (plain, theirs)):
-                optimizer.zero_grad()
-                model(torch.ones(2, 4).double()).square().sum().backward()
-            tpcore.optimizer_step(ours)
-            theirs.step()
-            steps.append(len(vars(ours)))
-        assert steps[0] == steps[-1]
-        assert torch.allclose(ctx.comm("tp").all_gather(layer.weight.detach(), 0), plain.weight, rtol=1e-12)
-
-    run_ranks(Mesh({"dp": 1, "tp": 2}), check)
+@each_rank(dp=1, tp=2)
+def test_others_are_tried_once_and_step_as_the_whole(ctx: ParallelContext, make: str) -> None:
+    layer, plain = (tpcore.ColumnParallelLinear(4, 8, bias=False).double(), nn.Linear(4, 8, bias=False).double())
+    with torch.no_grad():
+        plain.weight.copy_(ctx.comm("tp").all_gather(layer.weight.detach(), 0))
+    steps: list[int] = []
+    ours, theirs = ELEMENTWISE[make]([layer.weight]), ELEMENTWISE[make]([plain.weight])
+    for _ in range(3):
+        for model, optimizer in ((layer, ours), (plain, theirs)):
+            optimizer.zero_grad()
+            model(torch.ones(2, 4).double()).square().sum().backward()
+        tpcore.optimizer_step(ours)
+        theirs.step()
+        steps.append(len(vars(ours)))
+    assert steps[0] == steps[-1]
+    assert torch.allclose(ctx.comm("tp").all_gather(layer.weight.detach(), 0), plain.weight, rtol=1e-12)
 
 
-def test_what_cannot_be_tried_is_said_once() -> None:
-    def check(ctx: ParallelContext) -> None:
-        optimizer = Closures(tpcore.ColumnParallelLinear(4, 8).parameters(), lr=0.1)
-        with pytest.warns(UserWarning, match="Closures cannot be tried"):
-            stepping_of(optimizer)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            stepping_of(optimizer)
-
-    run_ranks(Mesh({"dp": 1, "tp": 2}), check)
+@each_rank(dp=1, tp=2)
+def test_what_cannot_be_tried_is_said_once(ctx: ParallelContext) -> None:
+    optimizer = Closures(tpcore.ColumnParallelLinear(4, 8).parameters(), lr=0.1)
+    with pytest.warns(UserWarning, match="Closures cannot be tried"):
+        stepping_of(optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        stepping_of(optimizer)

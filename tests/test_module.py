@@ -11,41 +11,31 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from worlds import each_rank
 
 import tpcore
 from tpcore.layers.sharding import sharding
-from tpcore.layout.mesh import Mesh
 from tpcore.layout.shard import ShardSpec
 from tpcore.nxd.parallel_layers import layers
 from tpcore.runtime.context import ParallelContext
-from tpcore.testing import run_ranks
-
-TWO = Mesh({"dp": 1, "tp": 2})
 
 
-def on_two(fn: Callable[[ParallelContext], Any]) -> list[Any]:
-    return run_ranks(TWO, fn)
+@each_rank(dp=1, tp=2)
+def test_repr_says_the_logical_and_the_local_shape(ctx: ParallelContext) -> None:
+    assert repr(tpcore.ColumnParallelLinear(4, 8)) == (
+        "ColumnParallelLinear(in_features=4, out_features=8, bias=True, weight=(8, 4), local=(4, 4), tp=2)"
+    )
+    assert repr(tpcore.RowParallelLinear(5, 8, bias=False, pad=True)) == (
+        "RowParallelLinear(in_features=5, out_features=8, bias=False, weight=(8, 5), local=(8, 3), tp=2)"
+    )
+    assert repr(tpcore.ParallelEmbedding(8, 4, padding_idx=-1)) == (
+        "ParallelEmbedding(8, 4, padding_idx=7, weight=(8, 4), local=(4, 4), tp=2)"
+    )
+    assert repr(tpcore.LayerNorm(4, sequence_parallel=True)) == ("LayerNorm((4,), eps=1e-05, sequence_parallel=True)")
 
 
-def test_repr_says_the_logical_and_the_local_shape() -> None:
-    def rank(ctx: ParallelContext) -> None:
-        assert repr(tpcore.ColumnParallelLinear(4, 8)) == (
-            "ColumnParallelLinear(in_features=4, out_features=8, bias=True, weight=(8, 4), local=(4, 4), tp=2)"
-        )
-        assert repr(tpcore.RowParallelLinear(5, 8, bias=False, pad=True)) == (
-            "RowParallelLinear(in_features=5, out_features=8, bias=False, weight=(8, 5), local=(8, 3), tp=2)"
-        )
-        assert repr(tpcore.ParallelEmbedding(8, 4, padding_idx=-1)) == (
-            "ParallelEmbedding(8, 4, padding_idx=7, weight=(8, 4), local=(4, 4), tp=2)"
-        )
-        assert repr(tpcore.LayerNorm(4, sequence_parallel=True)) == (
-            "LayerNorm((4,), eps=1e-05, sequence_parallel=True)"
-        )
-
-    on_two(rank)
-
-
-def test_specs_of_a_model_cover_its_state() -> None:
+@each_rank(dp=1, tp=2)
+def test_specs_of_a_model_cover_its_state(ctx: ParallelContext) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -53,60 +43,51 @@ def test_specs_of_a_model_cover_its_state() -> None:
             self.plain = nn.Linear(4, 4)
             self.register_buffer("count", torch.zeros(3))
 
-    def rank(ctx: ParallelContext) -> None:
-        assert tpcore.layers.shard_specs(Model()) == {
-            "up.weight": ShardSpec.strided((8, 4), 0, 2),
-            "up.bias": ShardSpec.strided((8,), 0, 2),
-            "plain.weight": ShardSpec((4, 4)),
-            "plain.bias": ShardSpec((4,)),
-            "count": ShardSpec((3,)),
-        }
-
-    on_two(rank)
+    assert tpcore.layers.shard_specs(Model()) == {
+        "up.weight": ShardSpec.strided((8, 4), 0, 2),
+        "up.bias": ShardSpec.strided((8,), 0, 2),
+        "plain.weight": ShardSpec((4, 4)),
+        "plain.bias": ShardSpec((4,)),
+        "count": ShardSpec((3,)),
+    }
 
 
-def test_marks_that_other_libraries_scripts_read() -> None:
-    def rank(ctx: ParallelContext) -> None:
-        layer = layers.ColumnParallelLinear(4, 8, stride=2)
-        weight = layer.weight
-        marks = (weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride, weight.num_partitions)
-        assert marks == (True, 0, 2, 2)
-        bias = layers.RowParallelLinear(4, 8).bias
-        assert (bias.tensor_model_parallel, bias.partition_dim, bias.num_partitions) == (False, -1, 1)
-        for tensor in (layer.state_dict()["weight"], copy.deepcopy(layer).weight, layer.double().weight):
-            found = sharding(tensor)
-            assert found is not None
-            assert found.layout.spec == layer.shard_specs["weight"]
-        assert sharding(nn.Linear(2, 2).weight) is None
-
-    on_two(rank)
+@each_rank(dp=1, tp=2)
+def test_marks_that_other_libraries_scripts_read(ctx: ParallelContext) -> None:
+    layer = layers.ColumnParallelLinear(4, 8, stride=2)
+    weight = layer.weight
+    marks = (weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride, weight.num_partitions)
+    assert marks == (True, 0, 2, 2)
+    bias = layers.RowParallelLinear(4, 8).bias
+    assert (bias.tensor_model_parallel, bias.partition_dim, bias.num_partitions) == (False, -1, 1)
+    for tensor in (layer.state_dict()["weight"], copy.deepcopy(layer).weight, layer.double().weight):
+        found = sharding(tensor)
+        assert found is not None
+        assert found.layout.spec == layer.shard_specs["weight"]
+    assert sharding(nn.Linear(2, 2).weight) is None
 
 
-def test_a_copy_is_its_own_and_talks_to_the_same_ranks() -> None:
-    def rank(ctx: ParallelContext) -> None:
-        layer = tpcore.RowParallelLinear(4, 2)
-        again = copy.deepcopy(layer)
-        assert again.tp is layer.tp
-        with torch.no_grad():
-            again.weight.zero_()
-        assert layer.weight.any()
-        x = torch.ones(3, 4)
-        assert torch.equal(again(x), layer.bias.expand(3, 2))
-
-    on_two(rank)
+@each_rank(dp=1, tp=2)
+def test_a_copy_is_its_own_and_talks_to_the_same_ranks(ctx: ParallelContext) -> None:
+    layer = tpcore.RowParallelLinear(4, 2)
+    again = copy.deepcopy(layer)
+    assert again.tp is layer.tp
+    with torch.no_grad():
+        again.weight.zero_()
+    assert layer.weight.any()
+    x = torch.ones(3, 4)
+    assert torch.equal(again(x), layer.bias.expand(3, 2))
 
 
-def test_a_state_dict_is_plain_data() -> None:
-    def rank(ctx: ParallelContext) -> None:
-        layer = tpcore.ColumnParallelLinear(4, 8)
-        file = io.BytesIO()
-        torch.save(layer.state_dict(), file)
-        file.seek(0)
-        loaded = torch.load(file, weights_only=True)
-        assert torch.equal(loaded["weight"], layer.weight)
-        assert pickle.loads(pickle.dumps(layer.state_dict())).keys() == layer.state_dict().keys()
-
-    on_two(rank)
+@each_rank(dp=1, tp=2)
+def test_a_state_dict_is_plain_data(ctx: ParallelContext) -> None:
+    layer = tpcore.ColumnParallelLinear(4, 8)
+    file = io.BytesIO()
+    torch.save(layer.state_dict(), file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    assert torch.equal(loaded["weight"], layer.weight)
+    assert pickle.loads(pickle.dumps(layer.state_dict())).keys() == layer.state_dict().keys()
 
 
 # -- what is refused ---------------------------------------------------------------------------------------
@@ -214,20 +195,15 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused_on_every_rank_with_the_values_and_the_remedy(name: str) -> None:
+@each_rank(dp=1, tp=2)
+def test_refused_on_every_rank_with_the_values_and_the_remedy(ctx: ParallelContext, name: str) -> None:
     call, error, said = REFUSED[name]
-
-    def rank(ctx: ParallelContext) -> None:
-        with pytest.raises(error, match=said):
-            call()
-
-    on_two(rank)
+    with pytest.raises(error, match=said):
+        call()
 
 
-def test_wrong_shapes_are_an_error_of_loading() -> None:
-    def rank(ctx: ParallelContext) -> None:
-        layer = tpcore.ColumnParallelLinear(4, 8)
-        with pytest.raises(RuntimeError, match="size mismatch for weight"):
-            layer.load_state_dict(nn.Linear(4, 8).state_dict())
-
-    on_two(rank)
+@each_rank(dp=1, tp=2)
+def test_wrong_shapes_are_an_error_of_loading(ctx: ParallelContext) -> None:
+    layer = tpcore.ColumnParallelLinear(4, 8)
+    with pytest.raises(RuntimeError, match="size mismatch for weight"):
+        layer.load_state_dict(nn.Linear(4, 8).state_dict())

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from worlds import each_rank
 
 from tpcore.comm import mappings as ops
 from tpcore.comm.comm import Comm
@@ -66,40 +67,24 @@ def inner(a: Tensor, b: Tensor, kind: str, comm: Comm) -> Tensor:
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("name", MAPPINGS)
-def test_backward_is_the_transpose_and_its_own_backward_forward(name: str, tp: int) -> None:
+@each_rank(tp="tp")
+def test_backward_is_the_transpose_and_its_own_backward_forward(ctx: ParallelContext, name: str, tp: int) -> None:
     """<f(x), y> == <x, f_T(y)>, and inputs and gradients are left as they were."""
     m = MAPPINGS[name]
-
-    def rank(ctx: ParallelContext) -> None:
-        comm = ctx.comm("tp")
-        for dim in (0, 1, 2, -1, -2, -3):
-            x = integers(m.source, m.cut_source, dim, comm, 1).requires_grad_()
-            y = integers(m.target, m.cut_target, dim, comm, 2).requires_grad_()
-            v = integers(m.source, m.cut_source, dim, comm, 3)
-            before = x.detach().clone(), y.detach().clone()
-            out = m.fn(x, comm, dim)
-            assert out.shape == y.shape
-            (grad,) = torch.autograd.grad(out, x, y, create_graph=True)
-            assert inner(out, y, m.target, comm) == inner(x, grad, m.source, comm)
-            (again,) = torch.autograd.grad(grad, y, v)
-            assert torch.equal(again, m.fn(v, comm, dim))
-            assert torch.equal(x, before[0])
-            assert torch.equal(y, before[1])
-
-    run_ranks(Mesh({"tp": tp}), rank)
-
-
-@pytest.mark.parametrize(("first", "second"), [("scatter", "gather"), ("reduce_scatter", "all_gather")])
-def test_pairs_compose(first: str, second: str) -> None:
-    """gather . scatter is the identity, all_gather . reduce_scatter is the sum that reduce makes."""
-
-    def rank(ctx: ParallelContext) -> None:
-        comm = ctx.comm("tp")
-        x = integers(MAPPINGS[first].source, False, 1, comm, 1)
-        out = MAPPINGS[second].fn(MAPPINGS[first].fn(x, comm, 1), comm, 1)
-        assert torch.equal(out, x if first == "scatter" else ops.reduce(x, comm))
-
-    run_ranks(Mesh({"tp": 4}), rank)
+    comm = ctx.comm("tp")
+    for dim in (0, 1, 2, -1, -2, -3):
+        x = integers(m.source, m.cut_source, dim, comm, 1).requires_grad_()
+        y = integers(m.target, m.cut_target, dim, comm, 2).requires_grad_()
+        v = integers(m.source, m.cut_source, dim, comm, 3)
+        before = x.detach().clone(), y.detach().clone()
+        out = m.fn(x, comm, dim)
+        assert out.shape == y.shape
+        (grad,) = torch.autograd.grad(out, x, y, create_graph=True)
+        assert inner(out, y, m.target, comm) == inner(x, grad, m.source, comm)
+        (again,) = torch.autograd.grad(grad, y, v)
+        assert torch.equal(again, m.fn(v, comm, dim))
+        assert torch.equal(x, before[0])
+        assert torch.equal(y, before[1])
 
 
 SUMS: dict[str, Callable[[Tensor, Comm, torch.dtype | None], Tensor]] = {
@@ -119,16 +104,15 @@ def transposed(y: Tensor, fn: Callable[[Tensor], Tensor], parts: int = 1) -> Ten
 
 @pytest.mark.parametrize("name", SUMS)
 @pytest.mark.parametrize(("dtype", "want"), [(torch.float32, 260.0), (None, 256.0), (torch.float64, 260.0)])
-def test_sums_are_taken_in_the_precision_asked_for(name: str, dtype: torch.dtype | None, want: float) -> None:
+@each_rank(tp=4)
+def test_sums_are_taken_in_the_precision_asked_for(
+    ctx: ParallelContext, name: str, dtype: torch.dtype | None, want: float
+) -> None:
     """256 + 1 + 1 + 1: bfloat16 has no 257, so that one by one each 1 is lost; 259 rounds to 260."""
-
-    def rank(ctx: ParallelContext) -> None:
-        x = torch.full((4,), 1.0 if ctx.rank else 256.0, dtype=torch.bfloat16)
-        got = SUMS[name](x, ctx.comm("tp"), dtype)
-        assert got.dtype == torch.bfloat16
-        assert got.tolist() == [want] * got.numel()
-
-    run_ranks(Mesh({"tp": 4}), rank)
+    x = torch.full((4,), 1.0 if ctx.rank else 256.0, dtype=torch.bfloat16)
+    got = SUMS[name](x, ctx.comm("tp"), dtype)
+    assert got.dtype == torch.bfloat16
+    assert got.tolist() == [want] * got.numel()
 
 
 def test_a_lower_precision_than_the_tensors_own_is_never_used() -> None:
@@ -140,34 +124,30 @@ def test_a_lower_precision_than_the_tensors_own_is_never_used() -> None:
 
 
 @pytest.mark.parametrize("name", ["scatter", "reduce_scatter", "gather", "all_gather"])
-def test_what_cannot_be_cut_is_refused_before_anything_is_sent(name: str) -> None:
+@each_rank(tp=2)
+def test_what_cannot_be_cut_is_refused_before_anything_is_sent(ctx: ParallelContext, name: str) -> None:
     m = MAPPINGS[name]
-
-    def rank(ctx: ParallelContext) -> None:
-        comm = ctx.comm("tp")
-        if not m.cut_source:
-            with pytest.raises(ValueError, match=r"cannot split dim 1 of shape \(4, 3\) over \('tp',\) of size 2"):
-                m.fn(torch.zeros(4, 3), comm, 1)
-        for dim in (2, -3):
-            with pytest.raises(ValueError, match=rf"no dim {dim} in a tensor of shape \(4, 2\)"):
-                m.fn(torch.zeros(4, 2), comm, dim)
-
-    run_ranks(Mesh({"tp": 2}), rank)
+    comm = ctx.comm("tp")
+    if not m.cut_source:
+        with pytest.raises(ValueError, match=r"cannot split dim 1 of shape \(4, 3\) over \('tp',\) of size 2"):
+            m.fn(torch.zeros(4, 3), comm, 1)
+    for dim in (2, -3):
+        with pytest.raises(ValueError, match=rf"no dim {dim} in a tensor of shape \(4, 2\)"):
+            m.fn(torch.zeros(4, 2), comm, dim)
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
 @pytest.mark.parametrize(("split", "concat"), [(0, 1), (2, 0), (-1, 1)])
-def test_all_to_all_is_undone_by_its_gradient_and_that_by_its_own(split: int, concat: int, n: int) -> None:
+@each_rank(tp="n")
+def test_all_to_all_is_undone_by_its_gradient_and_that_by_its_own(
+    ctx: ParallelContext, split: int, concat: int, n: int
+) -> None:
     whole = torch.randn(SHAPE).double()
-
-    def rank(ctx: ParallelContext) -> None:
-        comm = ctx.comm("tp")
-        mine = comm.split(whole, concat).requires_grad_()
-        out = ops.all_to_all(mine, comm, split, concat)
-        assert torch.equal(out, comm.split(whole, split))
-        grad = torch.zeros_like(out, requires_grad=True)
-        (back,) = torch.autograd.grad(out, mine, grad, create_graph=True)
-        (again,) = torch.autograd.grad(back, grad, mine.detach())
-        assert torch.equal(again, out)
-
-    run_ranks(Mesh({"tp": n}), rank)
+    comm = ctx.comm("tp")
+    mine = comm.split(whole, concat).requires_grad_()
+    out = ops.all_to_all(mine, comm, split, concat)
+    assert torch.equal(out, comm.split(whole, split))
+    grad = torch.zeros_like(out, requires_grad=True)
+    (back,) = torch.autograd.grad(out, mine, grad, create_graph=True)
+    (again,) = torch.autograd.grad(back, grad, mine.detach())
+    assert torch.equal(again, out)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from worlds import each_rank
 
 import tpcore
 from tpcore import Block, Mesh, ParallelContext, ParallelModule, ShardSpec, Zero1
@@ -88,19 +89,17 @@ def test_state_goes_by_name(tmp_path: Path, make: str, how: str, tp: int) -> Non
 
 
 @pytest.mark.parametrize("make", ["AdamW", "Zero1"])
-def test_a_wrapped_model_is_loaded_and_other_names_are_refused(tmp_path: Path, make: str) -> None:
-    def check(ctx: ParallelContext) -> None:
-        want = saved(ctx, tmp_path / "c", OPTIMIZERS[make])
-        model = Three("kvq")
-        whole = nn.ModuleDict({"module": model})
-        wrapped = OPTIMIZERS[make](whole)
-        load(tmp_path / "c", wrapped, model_key="optimizer")
-        assert averages(model, wrapped) == want
-        other = nn.ModuleDict({"q": model.q, "w": model.k, "v": model.v})
-        with pytest.raises(ValueError, match=r"in group 0, parameters \['k.weight'\] .* has \['w.weight'\]"):
-            load(tmp_path / "c", OPTIMIZERS[make](other), model_key="optimizer")
-
-    run_ranks(Mesh({"dp": 1, "tp": 2}), check)
+@each_rank(dp=1, tp=2)
+def test_a_wrapped_model_is_loaded_and_other_names_are_refused(ctx: ParallelContext, tmp_path: Path, make: str) -> None:
+    want = saved(ctx, tmp_path / "c", OPTIMIZERS[make])
+    model = Three("kvq")
+    whole = nn.ModuleDict({"module": model})
+    wrapped = OPTIMIZERS[make](whole)
+    load(tmp_path / "c", wrapped, model_key="optimizer")
+    assert averages(model, wrapped) == want
+    other = nn.ModuleDict({"q": model.q, "w": model.k, "v": model.v})
+    with pytest.raises(ValueError, match=r"in group 0, parameters \['k.weight'\] .* has \['w.weight'\]"):
+        load(tmp_path / "c", OPTIMIZERS[make](other), model_key="optimizer")
 
 
 @pytest.mark.parametrize("zero", [False, True])
@@ -133,30 +132,28 @@ KINDS: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
 
 @pytest.mark.parametrize("zero", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_state_of_another_kind_of_optimizer_is_refused(tmp_path: Path, kind: str, zero: bool) -> None:
-    def check(ctx: ParallelContext) -> None:
-        p = nn.Parameter(torch.ones(4))
-        written = KINDS[kind]([p])
-        p.grad = torch.ones(4)
-        written.step()
-        state: dict[str, Any] = written.state_dict()
-        state["param_groups"][0]["param_names"] = ["p"]
-        save({"model": {"p": p}, "optimizer": state}, tmp_path / "c")
-        for name, make in KINDS.items():
-            optimizer = make([p])
-            if zero:
-                group = optimizer.param_groups[0]
-                optimizer = Zero1(
-                    type(optimizer), [p], lr=group["lr"], **{k: group[k] for k in {"momentum"} & {*group}}
-                )
-            fits = not any(s for s in state["state"].values() if s.get("momentum_buffer", 0) is not None)
-            if name.split()[0] == kind.split()[0] or fits:
+@each_rank(dp=1, tp=1)
+def test_the_state_of_another_kind_of_optimizer_is_refused(
+    ctx: ParallelContext, tmp_path: Path, kind: str, zero: bool
+) -> None:
+    p = nn.Parameter(torch.ones(4))
+    written = KINDS[kind]([p])
+    p.grad = torch.ones(4)
+    written.step()
+    state: dict[str, Any] = written.state_dict()
+    state["param_groups"][0]["param_names"] = ["p"]
+    save({"model": {"p": p}, "optimizer": state}, tmp_path / "c")
+    for name, make in KINDS.items():
+        optimizer = make([p])
+        if zero:
+            group = optimizer.param_groups[0]
+            optimizer = Zero1(type(optimizer), [p], lr=group["lr"], **{k: group[k] for k in {"momentum"} & {*group}})
+        fits = not any(s for s in state["state"].values() if s.get("momentum_buffer", 0) is not None)
+        if name.split()[0] == kind.split()[0] or fits:
+            load(tmp_path / "c", optimizer, model_key="optimizer")
+        else:
+            with pytest.raises(ValueError, match="saved by another kind of optimizer"):
                 load(tmp_path / "c", optimizer, model_key="optimizer")
-            else:
-                with pytest.raises(ValueError, match="saved by another kind of optimizer"):
-                    load(tmp_path / "c", optimizer, model_key="optimizer")
-
-    run_ranks(Mesh({"dp": 1, "tp": 1}), check)
 
 
 # -- layouts --------------------------------------------------------------------------------------------------

@@ -16,21 +16,19 @@ import torch
 from pipelines import SEQ, VOCAB, WIDTH, Block, assert_same_gradients, batch_of, cut, part_of, plain, share_of
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from worlds import each_rank
 
 import tpcore
 from tpcore import Mesh, checkpoint
 from tpcore.checkpoint.rewrite import consolidate
-from tpcore.comm.transport import Transport
 from tpcore.layers.sharding import sharding
 from tpcore.layout.layout import Slot
-from tpcore.runtime.checks import raising
+from tpcore.runtime.consensus import raising
 from tpcore.runtime.context import ParallelContext, use
 from tpcore.testing import run_ranks
-from tpcore.testing.threads import ThreadBackend, ThreadTransport
-from tpcore.train.pipeline.lockstep import Lockstep
+from tpcore.train.pipeline.model import Lockstep
 from tpcore.train.pipeline.schedule import Schedule
 
-Ranks = Callable[..., list[Any]]
 EXACT = {"rtol": 1e-12, "atol": 1e-12}  # float64 through a few layers
 
 
@@ -80,33 +78,15 @@ def test_a_pipeline_is_the_plain_model(pp: int, tp: int, dp: int, count: int, to
     assert set().union(*names) == {name for name, _ in plain(layers, tied=True).named_parameters()}
 
 
-def test_checked_runs_find_nothing_in_stages() -> None:
-    def run(ctx: ParallelContext) -> None:
-        with use(replace(ctx, checks=raising())):
-            both_ways(tpcore.current(), 4, 2, True)
-            tpcore.optimizer_step(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1))
-
-    run_ranks(mesh(2, 2), run)
+@each_rank(pp=2, dp=1, tp=2)
+def test_checked_runs_find_nothing_in_stages(ctx: ParallelContext) -> None:
+    with use(replace(ctx, checks=raising())):
+        both_ways(tpcore.current(), 4, 2, True)
+        tpcore.optimizer_step(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1))
 
 
 def test_over_gloo(pool: Any) -> None:
     pool.run(mesh(2, 2), both_ways, 4, 4, True)
-
-
-class _WithoutPermute(ThreadTransport):
-    permute = Transport.permute
-    broadcast = Transport.broadcast
-
-
-class _LeastBackend(ThreadBackend):
-    transport_class = _WithoutPermute
-
-    def connect(self, group: Any, rank: int) -> ThreadTransport:
-        return _WithoutPermute(group, rank, self._world)
-
-
-def test_a_backend_without_permute_of_its_own() -> None:
-    run_ranks(mesh(4), lambda ctx: both_ways(ctx, 4, 4, False), backend=_LeastBackend)
 
 
 # -- a training run ---------------------------------------------------------------------------------------
@@ -198,70 +178,62 @@ def test_initial_values_are_those_of_one_stage() -> None:
         assert torch.equal(p, want[name])
 
 
-def test_what_is_on_one_stage_alone_says_so() -> None:
+@each_rank(pp=2, dp=1, tp=1)
+def test_what_is_on_one_stage_alone_says_so(ctx: ParallelContext) -> None:
     """After everything by which torch replaces parameters."""
-
-    def rank(ctx: ParallelContext) -> None:
-        layers = tpcore.PipelinedLayers([Block() for _ in range(4)], 2)
-        again = copy.deepcopy(layers)
-        layers.load_state_dict({k: v.clone() for k, v in layers.state_dict().items()}, assign=True)
-        meta = copy.deepcopy(layers).to("meta")
-        for made in (layers, again, meta):
-            for name, t in (*made.named_parameters(), *made.state_dict().items()):
-                found = sharding(t)
-                assert found is not None, name
-                assert found.layout.slot == Slot("pp", int(name[0]), 4)
-                assert found.axes == ("pp",)
-
-    run_ranks(mesh(2), rank)
+    layers = tpcore.PipelinedLayers([Block() for _ in range(4)], 2)
+    again = copy.deepcopy(layers)
+    layers.load_state_dict({k: v.clone() for k, v in layers.state_dict().items()}, assign=True)
+    meta = copy.deepcopy(layers).to("meta")
+    for made in (layers, again, meta):
+        for name, t in (*made.named_parameters(), *made.state_dict().items()):
+            found = sharding(t)
+            assert found is not None, name
+            assert found.layout.slot == Slot("pp", int(name[0]), 4)
+            assert found.axes == ("pp",)
 
 
 # -- random numbers ---------------------------------------------------------------------------------------
-def test_dropout_is_the_same_when_it_is_computed_again() -> None:
-    def rank(ctx: ParallelContext) -> None:
-        found = []
-        for engine in ("kept", "recomputed", "lockstep"):
-            model = cut(4, ctx, dropout=0.3)
-            model.drop = nn.Identity()  # of the whole batch here, of a microbatch there
-            torch.manual_seed(11)
-            if engine == "lockstep":
-                loss = tpcore.PipelineModel(model, 4).run_train(**batch_of(8))
-            else:
-                again = engine == "recomputed"
-                model.layers = tpcore.PipelinedLayers(model.layers, 4, recompute=again, shared=["mix"])
-                loss = _backward(model(**batch_of(8))).detach()
-            found.append((loss, [p.grad for p in model.parameters()], torch.rand(3)))
-        for loss, grads, after in found[1:]:
-            torch.testing.assert_close(loss, found[0][0], **EXACT)
-            torch.testing.assert_close(grads, found[0][1], **EXACT)
-            assert torch.equal(after, found[0][2])
-
-    run_ranks(mesh(2, 2), rank)
+@each_rank(pp=2, dp=1, tp=2)
+def test_dropout_is_the_same_when_it_is_computed_again(ctx: ParallelContext) -> None:
+    found = []
+    for engine in ("kept", "recomputed", "lockstep"):
+        model = cut(4, ctx, dropout=0.3)
+        model.drop = nn.Identity()  # of the whole batch here, of a microbatch there
+        torch.manual_seed(11)
+        if engine == "lockstep":
+            loss = tpcore.PipelineModel(model, 4).run_train(**batch_of(8))
+        else:
+            again = engine == "recomputed"
+            model.layers = tpcore.PipelinedLayers(model.layers, 4, recompute=again, shared=["mix"])
+            loss = _backward(model(**batch_of(8))).detach()
+        found.append((loss, [p.grad for p in model.parameters()], torch.rand(3)))
+    for loss, grads, after in found[1:]:
+        torch.testing.assert_close(loss, found[0][0], **EXACT)
+        torch.testing.assert_close(grads, found[0][1], **EXACT)
+        assert torch.equal(after, found[0][2])
 
 
-def test_dropout_before_the_layers_is_the_same_when_it_is_computed_again() -> None:
+@each_rank(pp=2, dp=1, tp=1)
+def test_dropout_before_the_layers_is_the_same_when_it_is_computed_again(ctx: ParallelContext) -> None:
     """The gradient is the slope of the loss with the same numbers drawn: central differences."""
+    model = cut(2, ctx, dropout=0.4)
+    pipe = tpcore.PipelineModel(model, 2)
 
-    def rank(ctx: ParallelContext) -> None:
-        model = cut(2, ctx, dropout=0.4)
-        pipe = tpcore.PipelineModel(model, 2)
+    def loss(run: Callable[..., Tensor]) -> Tensor:
+        torch.manual_seed(4)
+        return run(**batch_of(4))
 
-        def loss(run: Callable[..., Tensor]) -> Tensor:
-            torch.manual_seed(4)
-            return run(**batch_of(4))
-
-        loss(pipe.run_train)
-        table, grad = model.embed.weight.data, model.embed.weight.grad
-        slope = ctx.comm("pp").all_reduce(grad.square().sum().reshape(1))
-        values = []
-        for sign in (1, -1):
-            table += sign * 1e-5 * grad
-            values.append(loss(pipe.run_eval))
-            table -= sign * 1e-5 * grad
-        # 1e-7: what the third derivative leaves of a step of 1e-5
-        torch.testing.assert_close((values[0] - values[1]) / 2e-5, slope[0], rtol=1e-6, atol=1e-8)
-
-    run_ranks(mesh(2), rank)
+    loss(pipe.run_train)
+    table, grad = model.embed.weight.data, model.embed.weight.grad
+    slope = ctx.comm("pp").all_reduce(grad.square().sum().reshape(1))
+    values = []
+    for sign in (1, -1):
+        table += sign * 1e-5 * grad
+        values.append(loss(pipe.run_eval))
+        table -= sign * 1e-5 * grad
+    # 1e-7: what the third derivative leaves of a step of 1e-5
+    torch.testing.assert_close((values[0] - values[1]) / 2e-5, slope[0], rtol=1e-6, atol=1e-8)
 
 
 def test_each_microbatch_and_stage_draws_its_own() -> None:
@@ -391,7 +363,8 @@ def test_arguments_that_take_a_gradient_nested_and_split() -> None:
             torch.testing.assert_close(got, want, **EXACT)
 
 
-def test_arguments_of_every_microbatch() -> None:
+@each_rank(pp=2, dp=1, tp=1)
+def test_arguments_of_every_microbatch(ctx: ParallelContext) -> None:
     """A tensor whose first size happens to be that of the batch."""
 
     class Mixed(nn.Module):
@@ -399,62 +372,52 @@ def test_arguments_of_every_microbatch() -> None:
             return mix @ x
 
     x, mix = torch.randn(4, 4, 2), torch.randn(4, 4)
-
-    def rank(ctx: ParallelContext) -> None:
-        with pytest.raises(ValueError, match=r"get mix of shape \(4, 4\).*shared=\['mix'\]"):
-            tpcore.PipelinedLayers([Mixed(), Mixed()], 2)(x, mix)
-        layers = tpcore.PipelinedLayers([Mixed(), Mixed()], 2, shared=["mix"])
-        torch.testing.assert_close(layers(x, mix), mix @ (mix @ x))
-
-    run_ranks(mesh(2), rank)
+    with pytest.raises(ValueError, match=r"get mix of shape \(4, 4\).*shared=\['mix'\]"):
+        tpcore.PipelinedLayers([Mixed(), Mixed()], 2)(x, mix)
+    layers = tpcore.PipelinedLayers([Mixed(), Mixed()], 2, shared=["mix"])
+    torch.testing.assert_close(layers(x, mix), mix @ (mix @ x))
 
 
-def test_frozen_and_unused_parameters() -> None:
+@each_rank(pp=2, dp=1, tp=1)
+def test_frozen_and_unused_parameters(ctx: ParallelContext) -> None:
     class Spare(nn.Linear):
         def __init__(self) -> None:
             super().__init__(2, 2)
             self.spare = nn.Parameter(torch.ones(1))
             self.bias.requires_grad_(False)
 
-    def rank(ctx: ParallelContext) -> None:
-        layers = tpcore.PipelinedLayers([Spare(), Spare()], 2)
-        layers(torch.ones(4, 2)).sum().backward()
-        for name, p in layers.named_parameters():
-            assert (p.grad is not None) == name.endswith("weight")
-
-    run_ranks(mesh(2), rank)
+    layers = tpcore.PipelinedLayers([Spare(), Spare()], 2)
+    layers(torch.ones(4, 2)).sum().backward()
+    for name, p in layers.named_parameters():
+        assert (p.grad is not None) == name.endswith("weight")
 
 
-def test_autocast_holds_when_it_is_computed_again() -> None:
-    def rank(ctx: ParallelContext) -> None:
-        grads = []
-        for recompute in (True, False):
-            torch.manual_seed(0)
-            layers = tpcore.PipelinedLayers([nn.Linear(8, 8) for _ in range(2)], 2, recompute=recompute)
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                y = layers(torch.ones(4, 8).bfloat16())
-            y.float().square().sum().backward()
-            grads.append([p.grad for p in layers.parameters()])
-        torch.testing.assert_close(grads[0], grads[1], rtol=0, atol=0)
-
-    run_ranks(mesh(2), rank)
+@each_rank(pp=2, dp=1, tp=1)
+def test_autocast_holds_when_it_is_computed_again(ctx: ParallelContext) -> None:
+    grads = []
+    for recompute in (True, False):
+        torch.manual_seed(0)
+        layers = tpcore.PipelinedLayers([nn.Linear(8, 8) for _ in range(2)], 2, recompute=recompute)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = layers(torch.ones(4, 8).bfloat16())
+        y.float().square().sum().backward()
+        grads.append([p.grad for p in layers.parameters()])
+    torch.testing.assert_close(grads[0], grads[1], rtol=0, atol=0)
 
 
-def test_losses_of_microbatches_are_averaged_or_added() -> None:
-    def rank(ctx: ParallelContext) -> None:
-        batch = {k: v for k, v in batch_of(4).items() if k != "scale"}
-        for kind, factor in (("mean", 1), ("sum", 2)):
-            dense = plain(2)
-            want = dense(**batch)
-            model = plain(2)
-            got = tpcore.PipelineModel(model, 2, loss=kind).run_train(**batch)
-            torch.testing.assert_close(got, factor * want.detach(), **EXACT)
-            (factor * want).backward()
-            assert_same_gradients(model, dense, ctx)
-            tpcore.PipelineModel(model, 2, loss=kind).run_train(**batch)  # once more: gradients add up
-            torch.testing.assert_close(model.norm.weight.grad, 2 * dense.norm.weight.grad, **EXACT)
-
-    run_ranks(mesh(2), rank)
+@each_rank(pp=2, dp=1, tp=1)
+def test_losses_of_microbatches_are_averaged_or_added(ctx: ParallelContext) -> None:
+    batch = {k: v for k, v in batch_of(4).items() if k != "scale"}
+    for kind, factor in (("mean", 1), ("sum", 2)):
+        dense = plain(2)
+        want = dense(**batch)
+        model = plain(2)
+        got = tpcore.PipelineModel(model, 2, loss=kind).run_train(**batch)
+        torch.testing.assert_close(got, factor * want.detach(), **EXACT)
+        (factor * want).backward()
+        assert_same_gradients(model, dense, ctx)
+        tpcore.PipelineModel(model, 2, loss=kind).run_train(**batch)  # once more: gradients add up
+        torch.testing.assert_close(model.norm.weight.grad, 2 * dense.norm.weight.grad, **EXACT)
 
 
 @pytest.mark.parametrize("cut_state", [False, True])

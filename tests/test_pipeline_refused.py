@@ -8,6 +8,7 @@ import pytest
 import torch
 from pipelines import WIDTH, Block, batch_of, cut, plain
 from torch import Tensor, nn
+from worlds import each_rank
 
 import tpcore
 from tpcore import Mesh
@@ -56,14 +57,12 @@ def test_layers_that_make_no_stages(case: str) -> None:
         run_ranks(mesh(pp), lambda ctx: tpcore.PipelinedLayers(layers, 2))
 
 
-def test_a_pattern_that_each_stage_repeats() -> None:
-    def rank(ctx: ParallelContext) -> None:
-        torch.manual_seed(0)
-        pattern = [nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2), nn.Tanh()]
-        want = nn.Sequential(*pattern)(X)
-        torch.testing.assert_close(tpcore.PipelinedLayers(pattern, 2)(X), want)
-
-    run_ranks(mesh(2), rank)
+@each_rank(pp=2, dp=1, tp=1)
+def test_a_pattern_that_each_stage_repeats(ctx: ParallelContext) -> None:
+    torch.manual_seed(0)
+    pattern = [nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2), nn.Tanh()]
+    want = nn.Sequential(*pattern)(X)
+    torch.testing.assert_close(tpcore.PipelinedLayers(pattern, 2)(X), want)
 
 
 class Statistics(nn.Module):
@@ -111,16 +110,14 @@ def test_calls_that_no_pipeline_runs(case: str) -> None:
         run_ranks(mesh(1), lambda ctx: tpcore.PipelinedLayers([make()], 4)(*args, **kwargs))
 
 
-def test_part_of_the_layers() -> None:
-    def rank(ctx: ParallelContext) -> None:
-        layers = tpcore.PipelinedLayers(linears(2, 2), 2)
-        assert [*layers[:2]] == [*layers] == [layers[0]] == [layers]
-        assert layers.in_features == 2
-        for index in (slice(0, 1), 1):
-            with pytest.raises(ValueError, match="of 2 pipelined layers"):
-                layers[index]
-
-    run_ranks(mesh(2), rank)
+@each_rank(pp=2, dp=1, tp=1)
+def test_part_of_the_layers(ctx: ParallelContext) -> None:
+    layers = tpcore.PipelinedLayers(linears(2, 2), 2)
+    assert [*layers[:2]] == [*layers] == [layers[0]] == [layers]
+    assert layers.in_features == 2
+    for index in (slice(0, 1), 1):
+        with pytest.raises(ValueError, match="of 2 pipelined layers"):
+            layers[index]
 
 
 def test_numbers_of_microbatches() -> None:
@@ -202,18 +199,15 @@ def test_a_batch_that_does_not_divide() -> None:
         run_ranks(mesh(2), lambda ctx: tpcore.PipelineModel(plain(2), 4).run_train(**batch_of(6)))
 
 
-def test_one_stage_takes_any_batch_where_nothing_is_trained() -> None:
+@each_rank(pp=1, dp=1, tp=1)
+def test_one_stage_takes_any_batch_where_nothing_is_trained(ctx: ParallelContext) -> None:
     dense, batch = plain(2).eval(), batch_of(3)
-
-    def run(ctx: ParallelContext) -> None:
-        model = plain(2)
-        model.layers = tpcore.PipelinedLayers(model.layers, 4)
-        with pytest.raises(ValueError, match="a batch of 3 does not divide into num_microbatches=4"):
-            model(**batch)
-        with torch.no_grad():
-            assert torch.equal(model.eval()(**batch), dense(**batch))
-
-    run_ranks(mesh(1), run)
+    model = plain(2)
+    model.layers = tpcore.PipelinedLayers(model.layers, 4)
+    with pytest.raises(ValueError, match="a batch of 3 does not divide into num_microbatches=4"):
+        model(**batch)
+    with torch.no_grad():
+        assert torch.equal(model.eval()(**batch), dense(**batch))
 
 
 def test_a_kind_of_loss() -> None:

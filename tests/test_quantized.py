@@ -13,6 +13,7 @@ import transformers
 from hf import GPT2, double, llama, part, refused, text
 from torch import Tensor, nn
 from transformers.utils.quantization_config import QuantizationMethod
+from worlds import each_rank
 
 import tpcore
 from tpcore.layers import quantized
@@ -49,7 +50,7 @@ def test_every_degree_is_the_same_model(dtype: torch.dtype, tp: int, cuts: dict[
     # half a step of 1/127 (of fp8: 1/16 of a value) in each weight; measured 0.4% and 1.8%
     assert 0 < (want - exact).norm() / exact.norm() < (0.01 if dtype is INT8 else 0.05)
 
-    def rank(_: tpcore.ParallelContext) -> None:
+    def rank(ctx: tpcore.ParallelContext) -> None:
         model = tpcore.parallelize(made(), quantize=dtype, **cuts)
         mine = model.state_dict(keep_vars=True)
         assert mine.keys() == tensors.keys()
@@ -71,7 +72,7 @@ def test_each_layer_of_files_is_quantized_before_the_next_has_memory(
     made().save_pretrained(tmp_path)
     whole = alone(INT8).state_dict()
 
-    def rank(_: tpcore.ParallelContext) -> None:
+    def rank(ctx: tpcore.ParallelContext) -> None:
         with tpcore.lazy():
             model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
         tpcore.parallelize(model, quantize=INT8)
@@ -94,11 +95,11 @@ def with_memory() -> int:
 def test_a_checkpoint_opens_at_any_degree(tmp_path: Path, dtype: torch.dtype) -> None:
     want = alone(dtype)(**INPUT).logits
 
-    def save(_: tpcore.ParallelContext) -> None:
+    def save(ctx: tpcore.ParallelContext) -> None:
         model = tpcore.parallelize(made(), quantize=dtype)
         tpcore.checkpoint.save({"model": model.state_dict()}, tmp_path / "two")
 
-    def load(_: tpcore.ParallelContext) -> None:
+    def load(ctx: tpcore.ParallelContext) -> None:
         with tpcore.lazy():
             empty = double(lambda: transformers.AutoModelForCausalLM.from_config(made().config))
         model = tpcore.parallelize(empty, quantize=dtype)
@@ -112,17 +113,15 @@ def test_a_checkpoint_opens_at_any_degree(tmp_path: Path, dtype: torch.dtype) ->
         run_ranks(Mesh({"tp": degree}), load)
 
 
-def test_a_quantized_model_moves_and_keeps_its_weights() -> None:
-    def rank(_: tpcore.ParallelContext) -> None:
-        model = tpcore.parallelize(made(), quantize=FP8).bfloat16()
-        for _, m in _quantized(copy.deepcopy(model)):
-            assert (m.weight.dtype, m.weight_scale.dtype) == (FP8, torch.float32)
-            assert sharding(m.weight_scale) is not None
-        assert model(**INPUT).logits.dtype is torch.bfloat16
-        with pytest.raises(ValueError, match="which have no scales: save it with tpcore"):
-            model.save_pretrained("nowhere")
-
-    run_ranks(TWO, rank)
+@each_rank(tp=2)
+def test_a_quantized_model_moves_and_keeps_its_weights(ctx: tpcore.ParallelContext) -> None:
+    model = tpcore.parallelize(made(), quantize=FP8).bfloat16()
+    for _, m in _quantized(copy.deepcopy(model)):
+        assert (m.weight.dtype, m.weight_scale.dtype) == (FP8, torch.float32)
+        assert sharding(m.weight_scale) is not None
+    assert model(**INPUT).logits.dtype is torch.bfloat16
+    with pytest.raises(ValueError, match="which have no scales: save it with tpcore"):
+        model.save_pretrained("nowhere")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -166,7 +165,7 @@ def test_adapters_of_a_quantized_model_train_as_in_one_process(how: str) -> None
         torch.manual_seed(8)
         return get_peft_model(model, config).double()  # peft's adapters beside integers are float32
 
-    def rank(_: tpcore.ParallelContext) -> tuple[list[float], dict[str, Tensor]]:
+    def rank(ctx: tpcore.ParallelContext) -> tuple[list[float], dict[str, Tensor]]:
         model = adapted()
         trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
         assert all("lora_" in name for name in trained)
@@ -232,7 +231,7 @@ def test_what_torchao_has_quantized_is_sharded(tp: int) -> None:
     with torch.no_grad():
         want = whole(**INPUT).logits
 
-    def rank(_: tpcore.ParallelContext) -> None:
+    def rank(ctx: tpcore.ParallelContext) -> None:
         torch.manual_seed(0)
         model = tpcore.parallelize(by_torchao())
         down, like = model.model.layers[0].mlp.down_proj, whole.model.layers[0].mlp.down_proj.weight
@@ -251,7 +250,7 @@ def test_what_torchao_has_quantized_otherwise_is_refused_and_stays() -> None:
     fp8 = llama().bfloat16()
     quantization.quantize_(fp8, quantization.Float8WeightOnlyConfig())
 
-    def rank(_: tpcore.ParallelContext) -> None:
+    def rank(ctx: tpcore.ParallelContext) -> None:
         before = fp8.model.layers[0].mlp.down_proj.weight
         with pytest.raises(ValueError, match=r"q_proj: .* is not sharded; Int8WeightOnlyConfig"):
             tpcore.parallelize(fp8)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from worlds import each_rank
 
 import tpcore
 from tpcore.layout.mesh import Mesh
@@ -70,19 +71,17 @@ def fails_inside() -> None:
             raise KeyError
 
 
-def test_nested_regions_and_errors_leave_the_stream_in_place() -> None:
-    def rank(ctx: ParallelContext) -> None:
-        tpcore.random.manual_seed(1)
-        with tpcore.random.sharded():
-            pass
-        want = torch.rand(3)
+@each_rank(tp=2)
+def test_nested_regions_and_errors_leave_the_stream_in_place(ctx: ParallelContext) -> None:
+    tpcore.random.manual_seed(1)
+    with tpcore.random.sharded():
+        pass
+    want = torch.rand(3)
 
-        tpcore.random.manual_seed(1)
-        with pytest.raises(KeyError):
-            fails_inside()
-        assert torch.equal(torch.rand(3), want)
-
-    run_ranks(Mesh({"tp": 2}), rank)
+    tpcore.random.manual_seed(1)
+    with pytest.raises(KeyError):
+        fails_inside()
+    assert torch.equal(torch.rand(3), want)
 
 
 def _resumed(ctx: ParallelContext) -> tuple[list[float], list[float]]:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad, functional
+from worlds import each_rank
 
 import tpcore
 from tpcore import Mesh, ParallelContext
@@ -125,25 +126,25 @@ def penalty(net: nn.Module, x: Tensor) -> Tensor:
 
 @at_tp_1_2_4
 @at_nets
-def test_hessians_products_with_them_and_a_penalty_on_all_gradients(net: type[nn.Module], tp: int) -> None:
-    def rank(ctx: ParallelContext) -> None:
-        whole, sharded, x = pair(net)
-        v = torch.randn_like(x)
-        for derivative in (functional.hvp, functional.vhp, functional.jvp):
-            torch.testing.assert_close(derivative(sharded, x, v), derivative(whole, x, v))
-        want = functional.hessian(whole, x)
-        assert want.any()
-        torch.testing.assert_close(functional.hessian(sharded, x), want)
-        xs = [x.clone().requires_grad_() for _ in range(2)]
-        for one, leaf in zip((whole, sharded), xs, strict=True):
-            penalty(one, leaf).backward()
-        torch.testing.assert_close(xs[1].grad, xs[0].grad)
-        specs, full = tpcore.layers.shard_specs(sharded), dict(whole.named_parameters())
-        for name, p in sharded.named_parameters():
-            of = full[name.replace("qkv.qkv_proj", "qkv")].grad
-            torch.testing.assert_close(p.grad, specs[name].shard(of, ctx.coord("tp"), tp))
-
-    run_ranks(Mesh({"tp": tp}), rank)
+@each_rank(tp="tp")
+def test_hessians_products_with_them_and_a_penalty_on_all_gradients(
+    ctx: ParallelContext, net: type[nn.Module], tp: int
+) -> None:
+    whole, sharded, x = pair(net)
+    v = torch.randn_like(x)
+    for derivative in (functional.hvp, functional.vhp, functional.jvp):
+        torch.testing.assert_close(derivative(sharded, x, v), derivative(whole, x, v))
+    want = functional.hessian(whole, x)
+    assert want.any()
+    torch.testing.assert_close(functional.hessian(sharded, x), want)
+    xs = [x.clone().requires_grad_() for _ in range(2)]
+    for one, leaf in zip((whole, sharded), xs, strict=True):
+        penalty(one, leaf).backward()
+    torch.testing.assert_close(xs[1].grad, xs[0].grad)
+    specs, full = tpcore.layers.shard_specs(sharded), dict(whole.named_parameters())
+    for name, p in sharded.named_parameters():
+        of = full[name.replace("qkv.qkv_proj", "qkv")].grad
+        torch.testing.assert_close(p.grad, specs[name].shard(of, ctx.coord("tp"), tp))
 
 
 @at_tp_1_2_4
@@ -165,13 +166,11 @@ def test_forward_mode(net: type[nn.Module], tp: int, grad: bool) -> None:
 
 @pytest.mark.parametrize("net", [Mlp, TokenMlp, Words, SmoothWords])
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
-def test_transforms_of_torch_func(net: type[nn.Module]) -> None:
-    def rank(ctx: ParallelContext) -> None:
-        whole, sharded, x = pair(net)
-        for of in (torch.func.grad, lambda f: lambda x: torch.func.jvp(f, (x,), (x.cos(),))):
-            torch.testing.assert_close(of(sharded)(x), of(whole)(x))
-
-    run_ranks(Mesh({"tp": 1}), rank)
+@each_rank(tp=1)
+def test_transforms_of_torch_func(ctx: ParallelContext, net: type[nn.Module]) -> None:
+    whole, sharded, x = pair(net)
+    for of in (torch.func.grad, lambda f: lambda x: torch.func.jvp(f, (x,), (x.cos(),))):
+        torch.testing.assert_close(of(sharded)(x), of(whole)(x))
 
 
 class Tanh(nn.Linear):

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from worlds import each_rank
 
 from tpcore.backend.interface import Capabilities
 from tpcore.comm.comm import Comm
@@ -159,16 +160,13 @@ def test_the_defaults_are_right(primitive: str) -> None:
     assert run_ranks(Mesh({"tp": 3}), rank, backend=TrustingBackend) == [[]] * 3
 
 
-def test_a_comm_has_a_position_and_no_rank() -> None:
+@each_rank(tp=2)
+def test_a_comm_has_a_position_and_no_rank(ctx: ParallelContext) -> None:
     """``if comm.rank == 0`` would make a program for each rank."""
-
-    def rank(ctx: ParallelContext) -> None:
-        comm = ctx.comm("tp")
-        assert (comm.position.tolist(), comm.position.dtype) == ([ctx.rank], torch.int64)
-        with pytest.raises(AttributeError, match=r"a Comm has no rank: comm\.position.* use ctx\.rank, an int"):
-            comm.rank  # noqa: B018  the access is the test
-
-    run_ranks(Mesh({"tp": 2}), rank)
+    comm = ctx.comm("tp")
+    assert (comm.position.tolist(), comm.position.dtype) == ([ctx.rank], torch.int64)
+    with pytest.raises(AttributeError, match=r"a Comm has no rank: comm\.position.* use ctx\.rank, an int"):
+        comm.rank  # noqa: B018  the access is the test
 
 
 def test_a_member_to_whom_nobody_sends_gets_zeros_and_no_nan() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from worlds import each_rank
 
 import tpcore
 from tpcore.checkpoint.inspect import verify
@@ -38,28 +39,24 @@ USES: dict[str, Callable[[Model], object]] = {
 
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("other", [{"dp": 2, "tp": 1}, {"pp": 2, "dp": 1, "tp": 1}])
-def test_a_model_of_another_mesh_is_refused(use: str, other: dict[str, int]) -> None:
-    def check(ctx: ParallelContext) -> None:
-        model = built()
-        model(torch.ones(2, 4)).sum().backward()
-        inner = ParallelContext(ctx.backend, Mesh(other), ctx.rank)
-        before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-        with tpcore.use(inner), pytest.raises(ValueError, match=r"under another context, on mesh \{'tp': 2\}"):
-            USES[use](model)
-        after = [p.grad for p in model.parameters() if p.grad is not None]
-        assert all(map(torch.equal, before, after))
-
-    run_ranks(Mesh({"tp": 2}), check)
+@each_rank(tp=2)
+def test_a_model_of_another_mesh_is_refused(ctx: ParallelContext, use: str, other: dict[str, int]) -> None:
+    model = built()
+    model(torch.ones(2, 4)).sum().backward()
+    inner = ParallelContext(ctx.backend, Mesh(other), ctx.rank)
+    before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    with tpcore.use(inner), pytest.raises(ValueError, match=r"under another context, on mesh \{'tp': 2\}"):
+        USES[use](model)
+    after = [p.grad for p in model.parameters() if p.grad is not None]
+    assert all(map(torch.equal, before, after))
 
 
-def test_axes_of_one_rank_make_no_other_mesh() -> None:
-    def check(ctx: ParallelContext) -> None:
-        model = built()
-        model(torch.ones(2, 4)).sum().backward()
-        with tpcore.use(ParallelContext(ctx.backend, Mesh({"pp": 1, "dp": 1, "tp": 2}), ctx.rank)):
-            stepped(model)
-
-    run_ranks(Mesh({"tp": 2}), check)
+@each_rank(tp=2)
+def test_axes_of_one_rank_make_no_other_mesh(ctx: ParallelContext) -> None:
+    model = built()
+    model(torch.ones(2, 4)).sum().backward()
+    with tpcore.use(ParallelContext(ctx.backend, Mesh({"pp": 1, "dp": 1, "tp": 2}), ctx.rank)):
+        stepped(model)
 
 
 @pytest.mark.parametrize("what", ["model", "optimizer"])

@@ -11,6 +11,7 @@ import torch
 from nets import Heads, assert_same_parameters, cut_net, ids_of, loss_of, plain_net
 from tiers import tiers
 from torch import Tensor, nn
+from worlds import each_rank
 
 import tpcore
 from tpcore import Mesh, ParallelContext, Zero1
@@ -135,100 +136,89 @@ def test_state_is_that_of_the_plain_optimizer_and_a_share_of_it_lies_here() -> N
     run_ranks(Mesh({"dp": 2, "tp": 2}), rank)
 
 
-def test_odd_parameters() -> None:
+@each_rank(dp=4, tp=1)
+def test_odd_parameters(ctx: ParallelContext) -> None:
     """Fewer entries than ranks, no dims, none at all, another order in memory, frozen, half precision."""
-
-    def rank(ctx: ParallelContext) -> None:
-        double = torch.float64
-        params = {
-            "few": nn.Parameter(torch.arange(3, dtype=double)),
-            "scalar": nn.Parameter(torch.tensor(2.0, dtype=double)),
-            "empty": nn.Parameter(torch.zeros(0, 4, dtype=double)),
-            "turned": nn.Parameter(torch.arange(12, dtype=double).view(3, 4).t()),
-            "frozen": nn.Parameter(torch.ones(4, dtype=double), requires_grad=False),
-            "half": nn.Parameter(torch.arange(8, dtype=torch.bfloat16)),
-        }
-        plain = {name: nn.Parameter(p.detach().clone(), p.requires_grad) for name, p in params.items()}
-        zero = Zero1(torch.optim.Adagrad, params.items(), lr=0.25, bucket_mb=1e-5)
-        want = torch.optim.Adagrad(plain.items(), lr=0.25)
-        for step in range(3):
-            for some, share in ((params, ctx.rank), (plain, 1.5)):
-                for p in some.values():
-                    if p.requires_grad:
-                        p.grad = torch.full_like(p, 1.0 + step + share)
-            norm = tpcore.optimizer_step(zero, max_norm=1e9)
-            every = torch.cat([p.grad.double().flatten() for p in plain.values() if p.grad is not None])
-            torch.testing.assert_close(norm, every.norm())
-            want.step()
-        for name, p in params.items():
-            torch.testing.assert_close(p, plain[name], rtol=1e-14, atol=1e-14)
-            assert p.grad is None
-        state = zero.state_dict()
-        assert state["state"][1]["sum"].shape == ()
-        again = Zero1(torch.optim.Adagrad, params.items(), lr=0.25)
-        again.load_state_dict(state)
-        assert torch.equal(again.state_dict()["state"][1]["sum"], want.state[plain["scalar"]]["sum"])
-
-    run_ranks(Mesh({"dp": 4, "tp": 1}), rank)
+    double = torch.float64
+    params = {
+        "few": nn.Parameter(torch.arange(3, dtype=double)),
+        "scalar": nn.Parameter(torch.tensor(2.0, dtype=double)),
+        "empty": nn.Parameter(torch.zeros(0, 4, dtype=double)),
+        "turned": nn.Parameter(torch.arange(12, dtype=double).view(3, 4).t()),
+        "frozen": nn.Parameter(torch.ones(4, dtype=double), requires_grad=False),
+        "half": nn.Parameter(torch.arange(8, dtype=torch.bfloat16)),
+    }
+    plain = {name: nn.Parameter(p.detach().clone(), p.requires_grad) for name, p in params.items()}
+    zero = Zero1(torch.optim.Adagrad, params.items(), lr=0.25, bucket_mb=1e-5)
+    want = torch.optim.Adagrad(plain.items(), lr=0.25)
+    for step in range(3):
+        for some, share in ((params, ctx.rank), (plain, 1.5)):
+            for p in some.values():
+                if p.requires_grad:
+                    p.grad = torch.full_like(p, 1.0 + step + share)
+        norm = tpcore.optimizer_step(zero, max_norm=1e9)
+        every = torch.cat([p.grad.double().flatten() for p in plain.values() if p.grad is not None])
+        torch.testing.assert_close(norm, every.norm())
+        want.step()
+    for name, p in params.items():
+        torch.testing.assert_close(p, plain[name], rtol=1e-14, atol=1e-14)
+        assert p.grad is None
+    state = zero.state_dict()
+    assert state["state"][1]["sum"].shape == ()
+    again = Zero1(torch.optim.Adagrad, params.items(), lr=0.25)
+    again.load_state_dict(state)
+    assert torch.equal(again.state_dict()["state"][1]["sum"], want.state[plain["scalar"]]["sum"])
 
 
-def test_the_norm_counts_entries_that_several_ranks_hold_once() -> None:
+@each_rank(dp=2, tp=4)
+def test_the_norm_counts_entries_that_several_ranks_hold_once(ctx: ParallelContext) -> None:
     full = torch.randn(16, 3, dtype=torch.float64)
-
-    def rank(ctx: ParallelContext) -> None:
-        layer = Heads()
-        layer.weight.grad = layer.shard_specs["weight"].shard(full, ctx.coord("tp"), ctx.comm("tp").size)
-        optimizer = Zero1(torch.optim.SGD, layer.parameters(), lr=1.0)
-        optimizer.reduce_gradients()
-        for p in (1.0, 2.0, float("inf")):
-            torch.testing.assert_close(optimizer.norm(p), torch.linalg.vector_norm(full, p), rtol=1e-12, atol=0)
-
-    run_ranks(Mesh({"dp": 2, "tp": 4}), rank)
+    layer = Heads()
+    layer.weight.grad = layer.shard_specs["weight"].shard(full, ctx.coord("tp"), ctx.comm("tp").size)
+    optimizer = Zero1(torch.optim.SGD, layer.parameters(), lr=1.0)
+    optimizer.reduce_gradients()
+    for p in (1.0, 2.0, float("inf")):
+        torch.testing.assert_close(optimizer.norm(p), torch.linalg.vector_norm(full, p), rtol=1e-12, atol=0)
 
 
 # -- precision ---------------------------------------------------------------------------------------------
-def test_masters_keep_what_the_weights_have_no_room_for() -> None:
-    def rank(ctx: ParallelContext) -> None:
-        weight = nn.Parameter(torch.linspace(1, 2, 10).bfloat16())
-        start = weight.detach().float()
-        optimizer = Zero1(torch.optim.SGD, [("w", weight)], lr=1.0, master_dtype=torch.float32)
-        for _ in range(8):
-            weight.grad = torch.full_like(weight, 2.0**-11)
-            tpcore.optimizer_step(optimizer)
-        assert torch.equal(optimizer.state_dict()["state"][0]["master"], start - 2.0**-8)
-        assert torch.equal(weight, (start - 2.0**-8).bfloat16())
-        with torch.no_grad():
-            weight[0] = 5.0  # another hand, or a checkpoint that was loaded: the weights are what counts
+@each_rank(dp=3, tp=1)
+def test_masters_keep_what_the_weights_have_no_room_for(ctx: ParallelContext) -> None:
+    weight = nn.Parameter(torch.linspace(1, 2, 10).bfloat16())
+    start = weight.detach().float()
+    optimizer = Zero1(torch.optim.SGD, [("w", weight)], lr=1.0, master_dtype=torch.float32)
+    for _ in range(8):
         weight.grad = torch.full_like(weight, 2.0**-11)
         tpcore.optimizer_step(optimizer)
-        master = optimizer.state_dict()["state"][0]["master"]
-        assert master[0] == 5.0 - 2.0**-11
-        assert torch.equal(master[1:], start[1:] - 9 * 2.0**-11)
+    assert torch.equal(optimizer.state_dict()["state"][0]["master"], start - 2.0**-8)
+    assert torch.equal(weight, (start - 2.0**-8).bfloat16())
+    with torch.no_grad():
+        weight[0] = 5.0  # another hand, or a checkpoint that was loaded: the weights are what counts
+    weight.grad = torch.full_like(weight, 2.0**-11)
+    tpcore.optimizer_step(optimizer)
+    master = optimizer.state_dict()["state"][0]["master"]
+    assert master[0] == 5.0 - 2.0**-11
+    assert torch.equal(master[1:], start[1:] - 9 * 2.0**-11)
 
-    run_ranks(Mesh({"dp": 3, "tp": 1}), rank)
 
-
-def test_gradients_are_summed_in_float32() -> None:
+@each_rank(dp=2, tp=1)
+def test_gradients_are_summed_in_float32(ctx: ParallelContext) -> None:
     """256 + 1 is 256 in bfloat16, however often."""
-
-    def rank(ctx: ParallelContext) -> None:
-        weight = nn.Parameter(torch.ones(6, dtype=torch.bfloat16))
-        dtypes = {"master_dtype": torch.float32, "grad_dtype": torch.float32}
-        optimizer = Zero1(torch.optim.SGD, [("w", weight)], lr=1.0, **dtypes)
-        for part in (256.0, 1.0, 1.0, float(4 * ctx.coord("dp"))):
-            (weight * part).sum().backward()
-            assert weight.grad is None
-        norm = tpcore.optimizer_step(optimizer, max_norm=1e9)
-        assert norm == optimizer.grad_norm
-        torch.testing.assert_close(norm, torch.full((6,), 260.0).norm())
-        assert (optimizer.state_dict()["state"][0]["master"] == 1 - 260).all()
-        (weight * 3).sum().backward()
-        optimizer.zero_grad()
-        before = weight.detach().clone()
-        tpcore.optimizer_step(optimizer)
-        assert torch.equal(weight, before)
-
-    run_ranks(Mesh({"dp": 2, "tp": 1}), rank)
+    weight = nn.Parameter(torch.ones(6, dtype=torch.bfloat16))
+    dtypes = {"master_dtype": torch.float32, "grad_dtype": torch.float32}
+    optimizer = Zero1(torch.optim.SGD, [("w", weight)], lr=1.0, **dtypes)
+    for part in (256.0, 1.0, 1.0, float(4 * ctx.coord("dp"))):
+        (weight * part).sum().backward()
+        assert weight.grad is None
+    norm = tpcore.optimizer_step(optimizer, max_norm=1e9)
+    assert norm == optimizer.grad_norm
+    torch.testing.assert_close(norm, torch.full((6,), 260.0).norm())
+    assert (optimizer.state_dict()["state"][0]["master"] == 1 - 260).all()
+    (weight * 3).sum().backward()
+    optimizer.zero_grad()
+    before = weight.detach().clone()
+    tpcore.optimizer_step(optimizer)
+    assert torch.equal(weight, before)
 
 
 def bytes_of(optimizer: torch.optim.Optimizer) -> int:
@@ -264,30 +254,27 @@ def _with(kind: str, net: nn.Module, **options: Any) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("kind", ["plain", "zero1"])
 @pytest.mark.parametrize(("where", "bad"), [("up.weight", float("nan")), ("norm.weight", float("inf"))])
-def test_an_infinity_on_one_rank_is_skipped_by_all(where: str, kind: str, bad: float) -> None:
+@each_rank(dp=2, tp=2)
+def test_an_infinity_on_one_rank_is_skipped_by_all(ctx: ParallelContext, where: str, kind: str, bad: float) -> None:
     """Of a weight that is cut, which every rank's norm shows, and of one that is not."""
     full = plain_net().state_dict()
-
-    def rank(ctx: ParallelContext) -> None:
-        net = cut_net(full, ctx)
-        optimizer = _with(kind, net)
-        train(net, optimizer, mine(ctx), range(2), cut)
-        before = {k: v.clone() for k, v in net.state_dict().items()}
-        optimizer.zero_grad()
-        loss_of(net, mine(ctx)(ids_of(2, BATCH))).backward()
-        if ctx.rank == 1:
-            net.get_parameter(where).grad.view(-1)[0] = bad  # type: ignore[union-attr]
-        norm = tpcore.optimizer_step(optimizer, skip_nonfinite=True)
-        assert norm == float("inf")
-        for name, value in net.state_dict().items():
-            assert torch.equal(value, before[name])
-        assert optimizer.state_dict()["state"][0]["step"] == 2
-        optimizer.zero_grad()
-        loss_of(net, mine(ctx)(ids_of(2, BATCH))).backward()
-        assert tpcore.optimizer_step(optimizer, max_norm=0.3, skip_nonfinite=True).isfinite()
-        assert not torch.equal(net.up.weight, before["up.weight"])
-
-    run_ranks(Mesh({"dp": 2, "tp": 2}), rank)
+    net = cut_net(full, ctx)
+    optimizer = _with(kind, net)
+    train(net, optimizer, mine(ctx), range(2), cut)
+    before = {k: v.clone() for k, v in net.state_dict().items()}
+    optimizer.zero_grad()
+    loss_of(net, mine(ctx)(ids_of(2, BATCH))).backward()
+    if ctx.rank == 1:
+        net.get_parameter(where).grad.view(-1)[0] = bad  # type: ignore[union-attr]
+    norm = tpcore.optimizer_step(optimizer, skip_nonfinite=True)
+    assert norm == float("inf")
+    for name, value in net.state_dict().items():
+        assert torch.equal(value, before[name])
+    assert optimizer.state_dict()["state"][0]["step"] == 2
+    optimizer.zero_grad()
+    loss_of(net, mine(ctx)(ids_of(2, BATCH))).backward()
+    assert tpcore.optimizer_step(optimizer, max_norm=0.3, skip_nonfinite=True).isfinite()
+    assert not torch.equal(net.up.weight, before["up.weight"])
 
 
 @pytest.mark.parametrize("kind", ["plain", "zero1"])
@@ -331,15 +318,13 @@ def test_scales_stay_the_same_on_all_ranks(kind: str) -> None:
     run_ranks(Mesh({"dp": 2, "tp": 2}), rank)
 
 
-def test_a_scaler_that_would_decide_alone_is_refused() -> None:
-    def rank(ctx: ParallelContext) -> None:
-        layer = nn.Linear(4, 4)
-        optimizer, scaler = Zero1(torch.optim.SGD, layer.named_parameters(), lr=1.0), torch.amp.GradScaler("cpu")
-        scaler.scale(layer(torch.ones(1, 4)).sum()).backward()
-        with pytest.raises(ValueError, match=r"optimizer_step\(optimizer, scaler=scaler\)"):
-            scaler.step(optimizer)
-
-    run_ranks(Mesh({"dp": 2, "tp": 1}), rank)
+@each_rank(dp=2, tp=1)
+def test_a_scaler_that_would_decide_alone_is_refused(ctx: ParallelContext) -> None:
+    layer = nn.Linear(4, 4)
+    optimizer, scaler = Zero1(torch.optim.SGD, layer.named_parameters(), lr=1.0), torch.amp.GradScaler("cpu")
+    scaler.scale(layer(torch.ones(1, 4)).sum()).backward()
+    with pytest.raises(ValueError, match=r"optimizer_step\(optimizer, scaler=scaler\)"):
+        scaler.step(optimizer)
 
 
 # -- scripts -----------------------------------------------------------------------------------------------
@@ -367,38 +352,34 @@ def test_an_optimizer_made_before_the_model_is_cut() -> None:
     run_ranks(Mesh({"dp": 2, "tp": 2}), rank)
 
 
-def test_a_group_that_comes_later_and_a_closure() -> None:
-    def rank(ctx: ParallelContext) -> None:
-        first, second = (nn.Parameter(torch.ones(4)) for _ in range(2))
-        optimizer = Zero1(torch.optim.SGD, [("first", first)], lr=1.0, momentum=0.5)
+@each_rank(dp=2, tp=1)
+def test_a_group_that_comes_later_and_a_closure(ctx: ParallelContext) -> None:
+    first, second = (nn.Parameter(torch.ones(4)) for _ in range(2))
+    optimizer = Zero1(torch.optim.SGD, [("first", first)], lr=1.0, momentum=0.5)
 
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss = (first * (1 + ctx.rank)).sum() + second.sum()
-            loss.backward()
-            return loss
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = (first * (1 + ctx.rank)).sum() + second.sum()
+        loss.backward()
+        return loss
 
-        assert optimizer.step(closure) == 4 * (1 + ctx.rank) + 4
-        optimizer.add_param_group({"params": [("second", second)], "lr": 0.5})
-        assert optimizer.param_groups[1]["momentum"] == 0.5
-        optimizer.step(closure)
-        assert (first == 1 - 1.5 - 1.5 * 1.5).all()
-        assert (second == 0.5).all()
-
-    run_ranks(Mesh({"dp": 2, "tp": 1}), rank)
+    assert optimizer.step(closure) == 4 * (1 + ctx.rank) + 4
+    optimizer.add_param_group({"params": [("second", second)], "lr": 0.5})
+    assert optimizer.param_groups[1]["momentum"] == 0.5
+    optimizer.step(closure)
+    assert (first == 1 - 1.5 - 1.5 * 1.5).all()
+    assert (second == 0.5).all()
 
 
-def test_a_parameter_used_on_one_dp_rank_only() -> None:
-    def rank(ctx: ParallelContext) -> None:
-        some, none = (nn.Parameter(torch.ones(3)) for _ in range(2))
-        optimizer = Zero1(torch.optim.SGD, [("some", some), ("none", none)], lr=1.0, weight_decay=0.5)
-        if ctx.coord("dp") == 1:
-            some.grad = torch.full((3,), 4.0)
-        tpcore.optimizer_step(optimizer, max_norm=1e9)
-        assert (some == 1 - 2 - 0.5).all()
-        assert (none == 1).all()
-
-    run_ranks(Mesh({"dp": 2, "tp": 1}), rank)
+@each_rank(dp=2, tp=1)
+def test_a_parameter_used_on_one_dp_rank_only(ctx: ParallelContext) -> None:
+    some, none = (nn.Parameter(torch.ones(3)) for _ in range(2))
+    optimizer = Zero1(torch.optim.SGD, [("some", some), ("none", none)], lr=1.0, weight_decay=0.5)
+    if ctx.coord("dp") == 1:
+        some.grad = torch.full((3,), 4.0)
+    tpcore.optimizer_step(optimizer, max_norm=1e9)
+    assert (some == 1 - 2 - 0.5).all()
+    assert (none == 1).all()
 
 
 # -- errors ------------------------------------------------------------------------------------------------
@@ -446,72 +427,48 @@ ERRORS: dict[str, tuple[Callable[[ParallelContext, nn.Parameter], Any], str]] = 
 
 
 @pytest.mark.parametrize("case", ERRORS)
-def test_what_is_refused(case: str) -> None:
+@each_rank(dp=2, tp=1)
+def test_what_is_refused(ctx: ParallelContext, case: str) -> None:
     attempt, match = ERRORS[case]
-
-    def rank(ctx: ParallelContext) -> None:
-        with pytest.raises(ValueError, match=f"(?is){match}"):
-            attempt(ctx, nn.Parameter(torch.ones(4, 4)))
-
-    run_ranks(Mesh({"dp": 2, "tp": 1}), rank)
+    with pytest.raises(ValueError, match=f"(?is){match}"):
+        attempt(ctx, nn.Parameter(torch.ones(4, 4)))
 
 
-def test_a_state_of_another_shape_is_refused() -> None:
-    def rank(ctx: ParallelContext) -> None:
-        whole = nn.Linear(4, 4)
-        whole(torch.ones(1, 4)).sum().backward()
-        plain = torch.optim.AdamW(whole.named_parameters())
-        plain.step()
-        cut_layer = tpcore.ColumnParallelLinear(4, 4)
-        with pytest.raises(ValueError, match=r"state\[0\]\.exp_avg has shape \(4, 4\) .* \(2, 4\) .* cuts for this"):
-            Zero1(torch.optim.AdamW, cut_layer.named_parameters()).load_state_dict(plain.state_dict())
-        with pytest.raises(ValueError, match="of 2 parameters, and this optimizer has 1"):
-            Zero1(torch.optim.AdamW, [cut_layer.weight]).load_state_dict(plain.state_dict())
-
-    run_ranks(Mesh({"dp": 1, "tp": 2}), rank)
+@each_rank(dp=1, tp=2)
+def test_a_state_of_another_shape_is_refused(ctx: ParallelContext) -> None:
+    whole = nn.Linear(4, 4)
+    whole(torch.ones(1, 4)).sum().backward()
+    plain = torch.optim.AdamW(whole.named_parameters())
+    plain.step()
+    cut_layer = tpcore.ColumnParallelLinear(4, 4)
+    with pytest.raises(ValueError, match=r"state\[0\]\.exp_avg has shape \(4, 4\) .* \(2, 4\) .* cuts for this"):
+        Zero1(torch.optim.AdamW, cut_layer.named_parameters()).load_state_dict(plain.state_dict())
+    with pytest.raises(ValueError, match="of 2 parameters, and this optimizer has 1"):
+        Zero1(torch.optim.AdamW, [cut_layer.weight]).load_state_dict(plain.state_dict())
 
 
 # -- processes ---------------------------------------------------------------------------------------------
-def _on_gloo(ctx: ParallelContext, full: dict[str, Tensor], kind: str) -> dict[str, Tensor]:
-    cls, options = OPTIMIZERS[kind]
-    net = cut_net(full, ctx)
-    train(net, Zero1(cls, groups_of(net), bucket_mb=1e-3, **options), mine(ctx), range(5), cut)
-    tpcore.diagnose.check_replicas(net)
-    tp, specs = ctx.comm("tp"), tpcore.layers.shard_specs(net)
-    return {k: specs[k].unshard(list(tp.all_gather(p.detach()[None], 0))) for k, p in net.named_parameters()}
-
-
-def test_processes_take_the_same_steps(pool: Any) -> None:
-    plain, (cls, options) = plain_net(), OPTIMIZERS["adamw"]
-    full = {k: v.clone() for k, v in plain.state_dict().items()}
-    train(plain, cls(groups_of(plain), **options), lambda ids: ids, range(5), plainly)
-    for got in pool.run(Mesh({"dp": 2, "tp": 2}), _on_gloo, full, "adamw"):
-        for name, p in plain.named_parameters():
-            torch.testing.assert_close(got[name], p.detach(), rtol=1e-12, atol=1e-12)
 
 
 # -- optimizers made before the model is moved -------------------------------------------------------------
-def test_moving_keeps_parameters_the_objects_that_they_are() -> None:
+@each_rank(dp=1, tp=2)
+def test_moving_keeps_parameters_the_objects_that_they_are(ctx: ParallelContext) -> None:
     """To meta, as to every device whose tensors cannot take the place of the CPU's, torch makes new ones."""
+    layer = tpcore.ColumnParallelLinear(4, 4)
+    tied = nn.Module()
+    tied.a, tied.b = layer, tpcore.ColumnParallelLinear(4, 4)
+    tied.b.weight = layer.weight
+    weight = layer.weight
+    weight.note = "kept"  # type: ignore[attr-defined]
+    optimizer = torch.optim.AdamW(tied.named_parameters())
+    tpcore.layers.move_model_to_device(tied, "meta")
+    assert weight.is_meta
+    assert tied.a.weight is tied.b.weight is weight
+    assert weight.note == "kept"  # type: ignore[attr-defined]
+    assert optimizer.param_groups[0]["params"][0] is weight
 
-    def rank(ctx: ParallelContext) -> None:
-        layer = tpcore.ColumnParallelLinear(4, 4)
-        tied = nn.Module()
-        tied.a, tied.b = layer, tpcore.ColumnParallelLinear(4, 4)
-        tied.b.weight = layer.weight
-        weight = layer.weight
-        weight.note = "kept"  # type: ignore[attr-defined]
-        optimizer = torch.optim.AdamW(tied.named_parameters())
-        tpcore.layers.move_model_to_device(tied, "meta")
-        assert weight.is_meta
-        assert tied.a.weight is tied.b.weight is weight
-        assert weight.note == "kept"  # type: ignore[attr-defined]
-        assert optimizer.param_groups[0]["params"][0] is weight
-
-        seen = tpcore.ColumnParallelLinear(4, 4)
-        held = weakref.ref(seen.weight)  # torch cannot exchange its contents
-        tpcore.layers.move_model_to_device(seen, "meta")
-        assert seen.weight.is_meta
-        assert held() is not seen.weight
-
-    run_ranks(Mesh({"dp": 1, "tp": 2}), rank)
+    seen = tpcore.ColumnParallelLinear(4, 4)
+    held = weakref.ref(seen.weight)  # torch cannot exchange its contents
+    tpcore.layers.move_model_to_device(seen, "meta")
+    assert seen.weight.is_meta
+    assert held() is not seen.weight

@@ -9,6 +9,7 @@ import pytest
 import torch
 from test_zero_checkpoint import AdamW, Wide, stepped
 from torch import Tensor, nn
+from worlds import each_rank
 
 from tpcore import CheckpointError, Mesh, ParallelContext, Zero1
 from tpcore.checkpoint import load, save
@@ -87,19 +88,17 @@ def test_a_moment_that_is_damaged_is_found_by_the_rank_that_compares_it(tmp_path
     run_ranks(Mesh({"dp": 2, "tp": 1}), read)
 
 
-def test_an_optimizer_goes_with_a_model(tmp_path: Path) -> None:
-    def rank(ctx: ParallelContext) -> None:
-        model, optimizer = stepped(torch.float32, 1)
-        save({"model": model.state_dict()}, tmp_path / "c")
-        with pytest.raises(ValueError, match="goes with a model"):
-            load(tmp_path / "c", optimizer=optimizer)
-        before = {k: v.clone() for k, v in model.state_dict().items()}
-        stepped(torch.float32, 1, (model, optimizer))
-        changed = {k: v.clone() for k, v in model.state_dict().items()}
-        with pytest.raises(ValueError, match="has no entry 'optimizer'; it has "):
-            load(tmp_path / "c", model, optimizer=optimizer)
-        for name, value in model.state_dict().items():  # left as it was
-            assert torch.equal(value, changed[name])
-            assert not torch.equal(value, before[name])
-
-    run_ranks(Mesh({"dp": 1, "tp": 1}), rank)
+@each_rank(dp=1, tp=1)
+def test_an_optimizer_goes_with_a_model(ctx: ParallelContext, tmp_path: Path) -> None:
+    model, optimizer = stepped(torch.float32, 1)
+    save({"model": model.state_dict()}, tmp_path / "c")
+    with pytest.raises(ValueError, match="goes with a model"):
+        load(tmp_path / "c", optimizer=optimizer)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    stepped(torch.float32, 1, (model, optimizer))
+    changed = {k: v.clone() for k, v in model.state_dict().items()}
+    with pytest.raises(ValueError, match="has no entry 'optimizer'; it has "):
+        load(tmp_path / "c", model, optimizer=optimizer)
+    for name, value in model.state_dict().items():  # left as it was
+        assert torch.equal(value, changed[name])
+        assert not torch.equal(value, before[name])

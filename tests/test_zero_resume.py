@@ -12,12 +12,12 @@ import torch
 from nets import cut_net, ids_of, loss_of, plain_net
 from test_zero import mine
 from torch import Tensor, nn
+from worlds import each_rank
 
 import tpcore
-from tpcore import CheckpointError, Mesh, ParallelContext, Zero1
+from tpcore import CheckpointError, ParallelContext, Zero1
 from tpcore.checkpoint import load, save
 from tpcore.checkpoint.write.save import Options, Save
-from tpcore.testing import run_ranks
 
 AdamW = torch.optim.AdamW
 FULL = {name: t.clone() for name, t in plain_net().state_dict().items()}
@@ -29,78 +29,73 @@ def backward(net: nn.Module, step: int, ctx: ParallelContext) -> None:
 
 @pytest.mark.parametrize("grad_dtype", [None, torch.float64])
 @pytest.mark.parametrize("how", ["save", "state_dict"])
-def test_no_state_is_saved_in_the_middle_of_a_step(tmp_path: Path, how: str, grad_dtype: torch.dtype | None) -> None:
+@each_rank(dp=2, tp=1)
+def test_no_state_is_saved_in_the_middle_of_a_step(
+    ctx: ParallelContext, tmp_path: Path, how: str, grad_dtype: torch.dtype | None
+) -> None:
     """One dp rank alone has a gradient, and all get the error."""
-
-    def rank(ctx: ParallelContext) -> None:
-        used, unused = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(4))
-        optimizer = Zero1(AdamW, [("used", used), ("unused", unused)], lr=1.0, grad_dtype=grad_dtype)
-        called: dict[str, Callable[[], Any]] = {
-            "save": lambda: save({"optimizer": optimizer}, tmp_path / "c"),
-            "state_dict": optimizer.state_dict,
-        }
-        if ctx.coord("dp") == 1:
-            (used * 4).sum().backward()
-        with pytest.raises(ValueError, match=r"no step has used them: save after optimizer\.step\(\)"):
-            called[how]()
-        assert not (tmp_path / "c").exists()
-        optimizer.reduce_gradients()  # between the mean and the step there is no state either
-        with pytest.raises(ValueError, match="no step has used them"):
-            called[how]()
-        optimizer.step()
+    used, unused = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(4))
+    optimizer = Zero1(AdamW, [("used", used), ("unused", unused)], lr=1.0, grad_dtype=grad_dtype)
+    called: dict[str, Callable[[], Any]] = {
+        "save": lambda: save({"optimizer": optimizer}, tmp_path / "c"),
+        "state_dict": optimizer.state_dict,
+    }
+    if ctx.coord("dp") == 1:
+        (used * 4).sum().backward()
+    with pytest.raises(ValueError, match=r"no step has used them: save after optimizer\.step\(\)"):
         called[how]()
-        if ctx.coord("dp") == 1:
-            (used * 4).sum().backward()
-        optimizer.zero_grad()
+    assert not (tmp_path / "c").exists()
+    optimizer.reduce_gradients()  # between the mean and the step there is no state either
+    with pytest.raises(ValueError, match="no step has used them"):
         called[how]()
-
-    run_ranks(Mesh({"dp": 2, "tp": 1}), rank)
+    optimizer.step()
+    called[how]()
+    if ctx.coord("dp") == 1:
+        (used * 4).sum().backward()
+    optimizer.zero_grad()
+    called[how]()
 
 
 @pytest.mark.parametrize("kind", ["Zero1", "AdamW"])
-def test_a_checkpoint_of_an_earlier_version_with_sums_is_refused(tmp_path: Path, kind: str) -> None:
+@each_rank(dp=1, tp=2)
+def test_a_checkpoint_of_an_earlier_version_with_sums_is_refused(
+    ctx: ParallelContext, tmp_path: Path, kind: str
+) -> None:
     """``load_state_dict`` of a plain optimizer would take any key, and never use this one."""
+    net = cut_net(FULL, ctx)
+    optimizer = AdamW(net.named_parameters(), lr=1e-2)
+    for p in net.parameters():
+        optimizer.state[p]["gradient"] = torch.ones_like(p)
+    save({"model": net.state_dict(), "optimizer": optimizer}, tmp_path / "c")
 
-    def rank(ctx: ParallelContext) -> None:
-        net = cut_net(FULL, ctx)
-        optimizer = AdamW(net.named_parameters(), lr=1e-2)
-        for p in net.parameters():
-            optimizer.state[p]["gradient"] = torch.ones_like(p)
-        save({"model": net.state_dict(), "optimizer": optimizer}, tmp_path / "c")
-
-        other = optimizer if kind == "AdamW" else Zero1(AdamW, net.named_parameters(), lr=1e-2)
-        with pytest.raises(CheckpointError, match="between the backwards of one step"):
-            load(tmp_path / "c", net, optimizer=other)
-        with pytest.raises(CheckpointError, match="between the backwards of one step"):
-            load(tmp_path / "c", net)
-        if isinstance(other, Zero1):
-            with pytest.raises(ValueError, match="between the backwards of one step"):
-                other.load_state_dict(optimizer.state_dict())
-        with pytest.warns(UserWarning, match="left out") if ctx.rank == 0 else nullcontext():
-            assert load(tmp_path / "c", net, strict=False) == {}
-
-    run_ranks(Mesh({"dp": 1, "tp": 2}), rank)
+    other = optimizer if kind == "AdamW" else Zero1(AdamW, net.named_parameters(), lr=1e-2)
+    with pytest.raises(CheckpointError, match="between the backwards of one step"):
+        load(tmp_path / "c", net, optimizer=other)
+    with pytest.raises(CheckpointError, match="between the backwards of one step"):
+        load(tmp_path / "c", net)
+    if isinstance(other, Zero1):
+        with pytest.raises(ValueError, match="between the backwards of one step"):
+            other.load_state_dict(optimizer.state_dict())
+    with pytest.warns(UserWarning, match="left out") if ctx.rank == 0 else nullcontext():
+        assert load(tmp_path / "c", net, strict=False) == {}
 
 
-def test_a_save_in_the_background_holds_the_values_of_its_call(tmp_path: Path) -> None:
+@each_rank(dp=1, tp=1)
+def test_a_save_in_the_background_holds_the_values_of_its_call(ctx: ParallelContext, tmp_path: Path) -> None:
     """At dp=1 the gathered values are the optimizer's own memory, which the next step changes."""
-
-    def rank(ctx: ParallelContext) -> None:
-        net = cut_net(FULL, ctx)
-        optimizer = Zero1(AdamW, net.named_parameters(), lr=1e-2)
-        backward(net, 0, ctx)
-        tpcore.optimizer_step(optimizer)
-        want = [t.clone() for t in tensors_of(optimizer)]
-        started = Save({"optimizer": optimizer}, tmp_path / "c", Options(async_save=True))
-        backward(net, 1, ctx)
-        tpcore.optimizer_step(optimizer)
-        started.put_together([started.write()])
-        started.close()
-        found = tensors_of(load(tmp_path / "c")["optimizer"])
-        assert len(found) == len(want)
-        assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
-
-    run_ranks(Mesh({"dp": 1, "tp": 1}), rank)
+    net = cut_net(FULL, ctx)
+    optimizer = Zero1(AdamW, net.named_parameters(), lr=1e-2)
+    backward(net, 0, ctx)
+    tpcore.optimizer_step(optimizer)
+    want = [t.clone() for t in tensors_of(optimizer)]
+    started = Save({"optimizer": optimizer}, tmp_path / "c", Options(async_save=True))
+    backward(net, 1, ctx)
+    tpcore.optimizer_step(optimizer)
+    started.put_together([started.write()])
+    started.close()
+    found = tensors_of(load(tmp_path / "c")["optimizer"])
+    assert len(found) == len(want)
+    assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
 
 
 def tensors_of(state: Any) -> list[Tensor]:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import forked
 import pytest
-import torch
 from installed import installed
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("launched"), pytest.mark.processes]

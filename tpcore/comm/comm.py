@@ -14,15 +14,12 @@ from ..errors import refuse_forked
 from .transport import Op, Pending, Transport
 from .wrapper import Checked, Operators
 
-__all__ = ["Comm", "Op", "Pending"]
-
 
 @final
 class Comm:
-    """Out-of-place collectives bound to one group. No autograd, no policy, no globals.
-
-    They take any dim, negative ones too, any strides, and zero-size tensors. Inputs stay unchanged (unless
-    ``donate``) and outputs are contiguous. A group of one returns its input.
+    """Out-of-place collectives bound to one group, without autograd: of any dim, negative ones too, any strides, and
+    zero-size tensors. Inputs stay unchanged (unless ``donate``) and outputs are contiguous. A group of one returns its
+    input.
 
     ``position`` is this rank's place in the group, as a one-element int64 tensor on the backend's device.
     Python control flow must never depend on it, so that a compiling backend builds one graph for all ranks.
@@ -55,7 +52,8 @@ class Comm:
     def _active(self) -> Transport:
         if torch.compiler.is_dynamo_compiling():
             return self.operators
-        refuse_forked(self._pid, self._rank)
+        if os.getpid() != self._pid:
+            refuse_forked(self._pid, self._rank)
         return self.transport
 
     def __deepcopy__(self, memo: object) -> Comm:

@@ -14,38 +14,39 @@ from torch.autograd import forward_ad
 
 from .comm import Comm
 from .parts import plain
-from .transport import ALL_TO_ALL, PERMUTE, Primitive
+from .transport import inverse
 
 Map = Callable[[Tensor], Tensor]
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: Map, transpose: Map) -> Tensor:
-        ctx.maps = transpose, forward
+    def forward(ctx: Any, x: Tensor, comm: Comm, forward: Map, transpose: Map) -> Tensor:
+        ctx.comm, ctx.maps = comm, (transpose, forward)
         return forward(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         # again a mapping, so that gradients of gradients cross the ranks too
-        return _applied(grad, *ctx.maps), None, None
+        return _linear(grad, ctx.comm, *ctx.maps), None, None, None
 
 
 class _Transformed(_Linear):
     """Also for forward mode and torch.func. A class of its own: torch.compile takes none with a ``jvp``."""
 
     @staticmethod
-    def forward(x: Tensor, forward: Map, transpose: Map) -> Tensor:  # type: ignore[override]
+    def forward(x: Tensor, comm: Comm, forward: Map, transpose: Map) -> Tensor:  # type: ignore[override]
         return forward(x)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.maps = inputs[2], inputs[1]
+        _, ctx.comm, forward, transpose = inputs
+        ctx.maps = transpose, forward
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
         transpose, forward = ctx.maps
-        return _applied(tangent, forward, transpose)
+        return _linear(tangent, ctx.comm, forward, transpose)
 
 
 def transformed() -> bool:
@@ -53,14 +54,11 @@ def transformed() -> bool:
     return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
 
 
-def _applied(x: Tensor, forward: Map, transpose: Map) -> Tensor:
-    y: Tensor = (_Transformed if transformed() else _Linear).apply(x, forward, transpose)
-    return y
-
-
 def _linear(x: Tensor, comm: Comm, forward: Map, transpose: Map) -> Tensor:
-    # a group of one not through autograd, which forbids in-place ops on a Function's unchanged output
-    return x if comm.size == 1 else _applied(plain(x), forward, transpose)
+    if comm.size == 1:
+        return x  # not through autograd, which forbids in-place ops on a Function's unchanged output
+    y: Tensor = (_Transformed if transformed() else _Linear).apply(plain(x), comm, forward, transpose)
+    return y
 
 
 def _same(x: Tensor) -> Tensor:
@@ -113,19 +111,13 @@ def reduce_scatter(x: Tensor, comm: Comm, dim: int, *, dtype: torch.dtype | None
     return _linear(x, comm, forward, partial(comm.all_gather, dim=dim))
 
 
-def _primitive(x: Tensor, comm: Comm, primitive: Primitive, *arguments: Any) -> Tensor:
-    def forward(t: Tensor) -> Tensor:
-        made: Tensor = getattr(comm, primitive.name)(t, *arguments)
-        return made
-
-    return _linear(x, comm, forward, lambda t: primitive.transpose(comm, t, *arguments))
-
-
 def all_to_all(x: Tensor, comm: Comm, split_dim: int, concat_dim: int) -> Tensor:
     """Chunks along ``concat_dim`` -> chunks along ``split_dim`` (tokens <-> heads, tokens <-> experts)."""
-    return _primitive(x, comm, ALL_TO_ALL, split_dim, concat_dim)
+    forward = partial(comm.all_to_all, split_dim=split_dim, concat_dim=concat_dim)
+    return _linear(x, comm, forward, partial(comm.all_to_all, split_dim=concat_dim, concat_dim=split_dim))
 
 
 def shift(x: Tensor, comm: Comm, step: int = 1) -> Tensor:
     """Each rank's ``x`` -> the rank ``step`` further on the ring. Backward shifts the other way."""
-    return _primitive(x, comm, PERMUTE, tuple((i + step) % comm.size for i in range(comm.size)))
+    to = tuple((i + step) % comm.size for i in range(comm.size))
+    return _linear(x, comm, partial(comm.permute, to=to), partial(comm.permute, to=inverse(to)))

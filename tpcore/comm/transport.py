@@ -195,7 +195,6 @@ class Transport(ABC):
     def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
         """This member's chunk along ``dim`` of the sum over the group."""
 
-    # -- defaults that a backend may replace by faster ones -----------------------------------------------
     def start_all_reduce(self, x: Tensor, op: Op, donate: bool) -> Pending:
         """Start an ``all_reduce``; call the result to wait for it."""
         out = self.all_reduce(x, op, donate)

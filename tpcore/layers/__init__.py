@@ -1,14 +1,12 @@
 """Sharded layers, one family per file."""
 
-from .attention import ParallelQKV
+from .attention import ParallelQKV, share_input
 from .context_parallel import ContextParallelAttention
-from .conv1d import ColumnParallelConv1D, RowParallelConv1D
 from .embedding import ParallelEmbedding
-from .linear import ColumnParallelLinear, RowParallelLinear
+from .linear import ColumnParallelConv1D, ColumnParallelLinear, RowParallelConv1D, RowParallelLinear
 from .module import move_model_to_device
 from .norm import LayerNorm, RMSNorm
 from .sharding import shard_specs
-from .shared_input import share_input
 
 __all__ = [
     "ColumnParallelConv1D",

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, cast, get_args
 
 import torch
@@ -16,8 +13,9 @@ from torch.autograd.function import once_differentiable
 from ..comm import mappings as ops
 from ..comm.comm import Comm
 from ..runtime.context import current
+from .fused import autocast_of
 from .ring import ring_attention
-from .tokens import HeadGroups, Scoring, TokenOrder, Visible, hidden
+from .tokens import Scoring, TokenOrder, Visible, hidden, repeat_heads
 
 Way = Literal["gather", "ulysses", "ring"]
 
@@ -60,20 +58,13 @@ class _Masked:
         return scores.softmax(-1) @ v  # of a query that sees no key, numbers: minus infinities would give none
 
 
-def _autocast_of(device: str) -> Callable[[], AbstractContextManager[Any]]:
-    """What makes the autocast that is on here once more; "meta", on which steps are recorded, has none."""
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
-        return nullcontext
-    return partial(torch.autocast, device, torch.get_autocast_dtype(device))
-
-
 class _InRuns(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, attend: _Masked) -> Tensor:
         ctx.save_for_backward(q, k, v)
         ctx.attend, size = attend, attend.rows(q)
         ctx.runs = [slice(at, at + size) for at in range(0, q.shape[2], size)]
-        ctx.autocast = _autocast_of(q.device.type)
+        ctx.autocast = autocast_of(q.device.type)
         return torch.cat([attend(q, k, v, rows) for rows in ctx.runs], 2)
 
     @staticmethod
@@ -92,8 +83,7 @@ class _InRuns(torch.autograd.Function):
 def _attended(
     q: Tensor, k: Tensor, v: Tensor, visible: Visible, queries: Tensor, keys: Tensor, scoring: Scoring
 ) -> Tensor:
-    heads = HeadGroups(q.shape[1], k.shape[1])
-    k, v = heads.repeat(k), heads.repeat(v)
+    k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
     if visible.earlier_only and queries is keys and scoring.softcap is None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scoring.scale)
     attend = _Masked(visible, queries, keys, scoring)
@@ -127,8 +117,7 @@ def exchanged(q: Tensor, k: Tensor, v: Tensor, visible: Visible, order: TokenOrd
     comm = order.comm
     check_heads(q.shape[1], comm.size)
     if k.shape[1] % comm.size:  # fewer key heads than ranks: each rank gets those of its query heads
-        heads = HeadGroups(q.shape[1], k.shape[1])
-        k, v = heads.repeat(k), heads.repeat(v)
+        k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
     q, k, v = (ops.all_to_all(t, comm, 1, 2) for t in (q, k, v))
     at = order.all_places(q.shape[2])
     return ops.all_to_all(_attended(q, k, v, visible, at, at, scoring), comm, 2, 1)
@@ -141,7 +130,7 @@ class ContextParallelAttention(nn.Module):
     divide the heads) or "ring" (keys pass from rank to rank; memory for this rank's tokens only). No second
     derivatives under "ring", nor with masks of more than ``LARGEST_MASK`` pairs. ``causal``, ``window``: which keys
     a query sees; ``scale``: default ``head_dim ** -0.5``; ``softcap``: scores stay below it, as in Gemma 2.
-    ``context_parallel_group``: a Comm; default: the ``cp`` axis of the current mesh, one rank where the mesh has none.
+    ``context_parallel_group``: a Comm; default: the ``cp`` axis of the mesh, one rank where it has none.
 
     Under "ring" and ``causal`` tokens are dealt in zig-zag: take them with ``order.cut(x, dim)`` in any case.
     """

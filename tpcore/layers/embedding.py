@@ -10,12 +10,36 @@ from torch import Tensor, nn
 
 from ..comm import mappings as ops
 from ..layout.shard import ShardSpec
-from .features import Features, note_padding
-from .ids import check_ids
+from .features import Features, cut_features, tokens_over
 from .initial import Init
-from .module import Device, ParallelModule
-from .options import tokens_over
-from .plain import checked_plain, filled
+from .module import Device, ParallelModule, checked_plain, filled
+
+
+def exporting() -> bool:
+    """Whether torch.export traces."""
+    ask = getattr(torch.compiler, "is_exporting", None)  # torch 2.7
+    return bool(ask and ask())
+
+
+def check_ids(ids: Tensor, size: int, what: str, ignore: int | None = None, *, read: bool = True) -> None:
+    """Raise IndexError if an id is outside ``range(size)`` and not ``ignore``. It reads values; under torch.export and
+    torch.compile, and without ``read``, it is an assertion in the graph or the device's queue: a RuntimeError."""
+    if not read or exporting() or torch.compiler.is_dynamo_compiling():
+        if ids.is_meta:
+            return
+        fits = (ids >= 0) & (ids < size)
+        fits = fits if ignore is None else fits | (ids == ignore)
+        torch._assert_async(fits.all(), f"{what}: an id does not fit a vocabulary of {size}")
+        return
+    if not ids.numel() or ids.is_meta:
+        return
+    low, high = (int(v) for v in torch.aminmax(ids))
+    if ignore is not None and (low < 0 or high >= size):
+        low, high = (int(v) for v in torch.aminmax(ids.masked_fill(ids == ignore, 0)))
+    if low < 0 or high >= size:
+        kept = "" if ignore is None else f" (ignore_index={ignore})"
+        raise IndexError(f"{what}: ids from {low} to {high} do not fit a vocabulary of {size}{kept}")
+
 
 Embedding = TypeVar("Embedding", bound="ParallelEmbedding")
 
@@ -37,10 +61,8 @@ class ParallelEmbedding(ParallelModule):
     """``nn.Embedding`` sharded over the tp group, with its initial values for the same seed.
 
     Input: int ids of any shape, the same on every rank. Output ``[*ids.shape, embedding_dim]``, the same
-    on every rank (with sequence parallelism this rank's chunk of the tokens).
-
-    By default each rank holds some rows of the table and looks up the ids in its rows. The outputs are summed
-    over the ranks.
+    on every rank (with sequence parallelism this rank's chunk of the tokens). By default each rank holds some rows of
+    the table and looks up the ids in its rows; the outputs are summed over the ranks.
 
     Args:
         num_embeddings: rows of the table.
@@ -56,7 +78,7 @@ class ParallelEmbedding(ParallelModule):
         pad: allow a size that tp does not divide.
         sequence_dim: the dim of the ids along which the output's tokens are spread over the ranks. A table sharded
             over pipeline stages too has tokens spread over its other axes.
-        group: the ranks of the layer: a Comm, a process group, or None for the tp axis.
+        group: as in ``ColumnParallelLinear``.
 
     IndexError on every rank for an id out of range, on backends that can read values. ValueError for
     ``sparse`` on backends without sparse tensors.
@@ -95,15 +117,11 @@ class ParallelEmbedding(ParallelModule):
         self.tokens = tokens_over(self, sequence_dim)
         if sparse and not self.tp.eager:
             raise ValueError("ParallelEmbedding(sparse=True): this backend's devices have no sparse tensors")
-        spec = ShardSpec((num_embeddings, embedding_dim), 1 if shard_across_embedding else 0)
-        if spec.padded(self.tp.size) and not pad:
-            name, size = ("embedding_dim", embedding_dim) if spec.dim else ("num_embeddings", num_embeddings)
-            raise ValueError(f"ParallelEmbedding: {name}={size} is not divisible by tp={self.tp.size}; pass pad=True")
-        self.features = Features.of(ShardSpec((embedding_dim,), 0 if spec.dim else None), self.tp.size)
+        cut = cut_features(self, "embedding_dim" if shard_across_embedding else "num_embeddings", 1, pad)
+        self.features = Features.of(cut if shard_across_embedding else ShardSpec((embedding_dim,)), self.tp.size)
         self._clears_padding = init_method is None
+        spec = ShardSpec((num_embeddings, embedding_dim), int(shard_across_embedding))
         self.shard_parameter("weight", spec, init_method or nn.init.normal_, dtype, device)
-        if spec.dim == 0:  # the rows may be a tied head's words
-            note_padding(spec, self.tp)
         self._clear_padding()
 
     def reset_parameters(self) -> None:
@@ -148,17 +166,15 @@ class ParallelEmbedding(ParallelModule):
         y = self._gradient(y, ids) * mine.unsqueeze(-1).to(y.dtype)
         if not self.collect_output:
             return y
+        # one rank adds a value and the others add zeros, so the sum needs no wider dtype
         if self.sequence_dim is None:
-            # one rank adds a value and the others add zeros, so the sum needs no wider dtype
             return ops.reduce(y, self.tp)
-        if self.tokens is not None:
-            return self.tokens.summed(y)
-        return ops.reduce_scatter(y, self.tp, self.sequence_dim)
+        return ops.reduce_scatter(y, self.tp, self.sequence_dim) if self.tokens is None else self.tokens.summed(y)
 
     def _columns(self, ids: Tensor) -> Tensor:
         y = self._gradient(F.embedding(ids, self.weight, sparse=self.sparse), ids)
         if not self.collect_output:
-            return self.features.mask(y, self.tp) if self.features.padded else y
+            return self.features.mask(y, self.tp)
         y = self.features.restored(ops.gather(y, self.tp, -1))
         if self.sequence_dim is None:
             return y
@@ -191,9 +207,10 @@ class ParallelEmbedding(ParallelModule):
         p = self.norm_type
         norms = self.weight.norm(p, dim=1)
         if self.shard_across_embedding:
-            op = "max" if p == float("inf") else "sum"
-            norms = self.tp.all_reduce(norms if op == "max" else norms.pow(p), op)  # type: ignore[arg-type]
-            norms = norms if op == "max" else norms.pow(1 / p)
+            if p == float("inf"):
+                norms = self.tp.all_reduce(norms, "max")
+            else:
+                norms = self.tp.all_reduce(norms.pow(p)).pow(1 / p)
             local, mine = ids, torch.ones_like(ids, dtype=torch.bool)
         else:
             local, mine = self._own(ids)

@@ -1,8 +1,10 @@
-"""Distribution of one dim's features over a layer's ranks, as constants for the forward."""
+"""Features of one dim over a layer's ranks: their sharding from constructor arguments, index tables, copies."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -11,7 +13,9 @@ from torch import Tensor
 
 from ..comm import mappings as ops
 from ..comm.comm import Comm
-from ..layout.shard import ShardSpec
+from ..layout.shard import Block, ShardSpec
+from ..runtime.context import current
+from .module import ParallelModule
 
 Index = NDArray[np.int64]
 _MARK = "tpcore_unpadded"
@@ -20,19 +24,6 @@ _MARK = "tpcore_unpadded"
 def mark_unpadded(y: Tensor, size: int) -> None:
     """Store on ``y``, this rank's features with padding, the number of all ranks' features without it."""
     setattr(y, _MARK, size)
-
-
-def note_padding(cut: ShardSpec, comm: Comm) -> None:
-    """Note the width of this cut's parts if they are padded: what operations make of them has no mark."""
-    if cut.padded(comm.size):
-        comm.padded.add(cut.local_shape(comm.size)[cut.dim or 0])
-
-
-def marked_like(y: Tensor, other: Tensor) -> Tensor:
-    """``y`` with the mark of ``other``, of which it is a view or a copy."""
-    if (size := unpadded(other)) is not None:
-        mark_unpadded(y, size)
-    return y
 
 
 def unpadded(y: Tensor) -> int | None:
@@ -70,21 +61,128 @@ class Features:
         spread = held.clip(min=0).reshape(-1)
         return cls(size, padded, False, None if in_order else order, spread, held >= 0 if padded else None)
 
-    def restored(self, y: Tensor) -> Tensor:
+    def restored(self, y: Tensor, dim: int = -1) -> Tensor:
         """Gathered features in their unsharded order, without padding."""
         if self.order is not None:
-            return y.index_select(-1, torch.from_numpy(self.order).to(y.device))
-        return y.narrow(-1, 0, self.size) if self.padded else y
+            return y.index_select(dim, torch.from_numpy(self.order).to(y.device))
+        return y.narrow(dim, 0, self.size) if self.padded else y
 
-    def scatter(self, x: Tensor, comm: Comm) -> Tensor:
-        """This rank's features of the last dim. Padding holds arbitrary features, which ``mask`` clears."""
+    def scatter(self, x: Tensor, comm: Comm, dim: int = -1) -> Tensor:
+        """This rank's features. Padding holds arbitrary features, which ``mask`` clears."""
         if self.spread is not None:
-            x = x.index_select(-1, torch.from_numpy(self.spread).to(x.device))
-        return ops.scatter(x, comm, -1)
+            x = x.index_select(dim, torch.from_numpy(self.spread).to(x.device))
+        return ops.scatter(x, comm, dim)
 
-    def mask(self, x: Tensor, comm: Comm) -> Tensor:
+    def mask(self, x: Tensor, comm: Comm, dim: int = -1) -> Tensor:
         """``x`` with this rank's padding zeroed, in backward too. The rank is data, not a Python constant."""
         if self.filled is None:
             return x
         mine = torch.from_numpy(self.filled).to(x.device).index_select(0, comm.position).squeeze(0)
-        return x * mine.to(x.dtype)
+        return x * mine.to(x.dtype).view(-1, *[1] * (x.ndim - 1 - dim % x.ndim))
+
+
+Blocks = int | Sequence[Block]
+"""A number of equal projections, fused along the sharded features, or each projection's block."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Sequence parallelism over some of a layer's ranks. Chunks along ``dim`` are spread over ``over``, and
+    the ranks of ``rest`` hold the same chunk. Collectives over ``rest`` move only chunks."""
+
+    dim: int
+    over: Comm
+    rest: Comm
+
+    def gathered(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """This rank's chunk -> all tokens, one copy per rank of the layer."""
+        return ops.all_gather(ops.copy(x, self.rest, dtype=dtype), self.over, self.dim, dtype=dtype)
+
+    def summed(self, y: Tensor) -> Tensor:
+        """Partial sums of all tokens -> this rank's chunk of the sum."""
+        return ops.reduce(ops.reduce_scatter(y, self.over, self.dim), self.rest)
+
+
+def tokens_over(layer: ParallelModule, dim: int | None) -> Tokens | None:
+    """The tokens of a layer that is sharded over pipeline stages too: no stage has tokens of its own. None if
+    all ranks of the layer have. A collective call, for it makes groups."""
+    axes = layer.tp.group.axes
+    if dim is None or "pp" not in axes:
+        return None
+    ctx = current()
+    return Tokens(dim, ctx.comm(*(axis for axis in axes if axis != "pp")), ctx.comm("pp"))
+
+
+def cut_features(layer: ParallelModule, name: str, blocks: Blocks, pad: bool) -> ShardSpec:
+    """The spec of a layer's features. ``name``: the attribute with their number, such as ``out_features``."""
+    what, size, n = type(layer).__name__, getattr(layer, name), layer.tp.size
+    if isinstance(blocks, int):
+        spec, parts_of = ShardSpec.strided((size,), 0, blocks), f" in {blocks} parts" if blocks > 1 else ""
+    else:
+        parts = tuple(Block(*block) for block in blocks)
+        if sum(part.size for part in parts) != size:
+            sizes = " + ".join(str(part.size) for part in parts) or "0"
+            raise ValueError(f"{what}: blocks of {sizes} features are not {name}={size}")
+        kinds = [f"{b.size}" + (f" ({b.size // b.unit} units of {b.unit})" if b.unit > 1 else "") for b in parts]
+        spec, parts_of = ShardSpec((size,), 0, parts), f" in blocks of {', '.join(dict.fromkeys(kinds))}"
+    if spec.padded(n) and not pad:
+        raise ValueError(
+            f"{what}: {name}={size}{parts_of} is not divisible by tp={n}; pass pad=True to pad it with zeros"
+        )
+    if spec.padded(n):  # what operations make of these parts has no mark
+        layer.tp.padded.add(spec.local_shape(n)[0])
+    return spec
+
+
+def refuse_width(layer: ParallelModule, in_features: int, x: Tensor, takes: int, parallel: bool | None = None) -> None:
+    """Raise ValueError with both sizes. ``takes``: the features that ``layer`` takes on this rank, of
+    ``in_features``. ``parallel``: ``input_is_parallel`` of a row layer, None for a column layer."""
+    what, tp, has = type(layer).__name__, layer.tp.size, x.shape[-1]
+    remedy = ""
+    if parallel and has == in_features:
+        remedy = "; these are the features of all ranks: leave out input_is_parallel=True, which takes a part"
+    elif not parallel and has * tp == in_features:
+        remedy = f"; {has} is the part of one of tp={tp} ranks: " + (
+            "gather it first (gather_output=True in the layer before, or tpcore.comm.mappings.gather), or "
+            "use a RowParallelLinear with input_is_parallel=True"
+            if parallel is None
+            else "pass input_is_parallel=True"
+        )
+    raise ValueError(
+        f"{what}: the input of shape {tuple(x.shape)} has {has} features, and the layer takes {takes}"
+        + (f" of in_features={in_features} on each rank" if parallel else "")
+        + remedy
+    )
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Sums the gradients of a parameter's replicated runs over the ranks that hold them: each rank computes with its
+    own copy and gets only part of the gradient, so that the copies would differ after the first step."""
+
+    runs: tuple[tuple[int, Comm | None], ...]  # along the cut dim: length, and the ranks to sum over
+    dtype: torch.dtype  # lowest precision for the sum
+
+    @classmethod
+    def of(cls, cut: ShardSpec, layer: ParallelModule, dtype: torch.dtype) -> Copies | None:
+        """The copies in ``layer``, or None if there are none. ``cut``: the spec of its cut dim alone."""
+        n = layer.tp.size
+        copies = cut.block_copies(n)
+        if max(copies, default=1) == 1:
+            return None
+        lengths = [ShardSpec((block.size,), 0, (block,)).local_shape(n)[0] for block in cut.blocks]
+        runs = []
+        # adjacent blocks with the same number of copies (k and v) share one collective
+        for count, blocks in groupby(zip(copies, lengths, strict=True), key=lambda block: block[0]):
+            comm = None if count == 1 else layer.comm_within(count)
+            runs.append((sum(length for _, length in blocks), comm))
+        return cls(tuple(runs), dtype)
+
+    def __call__(self, parameter: Tensor, dim: int) -> Tensor:
+        """``parameter``, cut along ``dim``, for use in a forward. Backward sums the gradients."""
+        parts = parameter.split([length for length, _ in self.runs], dim)
+        used = [
+            part if comm is None else ops.copy(part, comm, dtype=self.dtype)
+            for part, (_, comm) in zip(parts, self.runs, strict=True)
+        ]
+        return used[0] if len(used) == 1 else torch.cat(used, dim)

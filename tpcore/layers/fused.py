@@ -22,6 +22,14 @@ How = tuple[Comm, int | None, torch.dtype]
 """The Comm, the sequence dim (None without sequence parallelism), and the least precision to sum in."""
 
 
+def autocast_of(device: str) -> Callable[[], torch.autocast]:
+    """Makes the present autocast context, or its absence, once more: for what backward computes again."""
+    # for "meta", where steps are recorded, autocast is an error
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return partial(torch.autocast, "cpu", enabled=False)
+    return partial(torch.autocast, device, torch.get_autocast_dtype(device))
+
+
 def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 

@@ -39,10 +39,6 @@ _POINTWISE = {
 }
 
 
-class _NeedsFullTensor(Exception):
-    pass
-
-
 class _Recorder(Tensor):
     """A tensor with the full shape and no storage, which records fills."""
 
@@ -67,7 +63,7 @@ class _Recorder(Tensor):
         # two draws: slab by slab, the second draw of a slab would come before the first of the next slab
         fits = func in _POINTWISE or (func in _RANDOM and not drawn)
         if not fits or any(isinstance(a, Tensor) and a.ndim for a in rest):
-            raise _NeedsFullTensor(str(func))
+            raise NotImplementedError(f"{func} of a tensor without data")
         self.program.append((func, rest, kwargs or {}))
         return self
 

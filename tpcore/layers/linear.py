@@ -8,30 +8,25 @@ weight: forward sums the outputs. Shoeybi et al. 2019, arXiv:1909.08053, section
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from functools import partial
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ..comm import mappings as ops
 from ..layout.shard import Block, ShardSpec
-from .copies import Copies
-from .features import Features, mark_unpadded, marked_like
-from .fused import How, column_linear, row_linear
+from .features import Blocks, Copies, Features, cut_features, mark_unpadded, refuse_width, tokens_over
+from .fused import column_linear, row_linear
 from .initial import Init, kaiming_uniform, uniform_bias
-from .module import Device
-from .options import Blocks, cut_features, refuse_width, tokens_over
-from .plain import checked_plain, filled
+from .module import Device, checked_plain, filled
 from .quantized import QuantizableLinear
 
 Result = Tensor | tuple[Tensor, Tensor | None]
-
 Linear = TypeVar("Linear", bound="ParallelLinear")
 
 
-@dataclass(frozen=True)
-class WeightForm:
+class WeightForm(NamedTuple):
     """Layout and initial values of the weight in a kind of plain module."""
 
     sizes: Callable[[nn.Module, type[nn.Module]], tuple[int, int]]
@@ -41,7 +36,7 @@ class WeightForm:
     transposed: bool = False  # whether the weight is [inputs, outputs]
 
 
-def _sizes(plain: nn.Module, layer: type[nn.Module]) -> tuple[int, int]:
+def _linear_sizes(plain: nn.Module, layer: type[nn.Module]) -> tuple[int, int]:
     linear = checked_plain(plain, nn.Linear, layer)
     return linear.in_features, linear.out_features
 
@@ -49,7 +44,7 @@ def _sizes(plain: nn.Module, layer: type[nn.Module]) -> tuple[int, int]:
 class ParallelLinear(QuantizableLinear):
     """Base of both layers: sizes, weight and bias, conversion from a plain module."""
 
-    form: ClassVar[WeightForm] = WeightForm(_sizes, kaiming_uniform, uniform_bias)
+    form: ClassVar[WeightForm] = WeightForm(_linear_sizes, kaiming_uniform, uniform_bias)
     bias: Tensor | None
     skip_bias_add: bool
     reduce_dtype: torch.dtype
@@ -93,11 +88,6 @@ class ParallelLinear(QuantizableLinear):
         else:
             self.register_parameter("bias", None)
         self.register_parameter("weight_scale", None)
-
-    @property
-    def how(self) -> How:
-        """What the fused matmul and collective need."""
-        return self.tp, self.sequence_dim, self.reduce_dtype
 
     def extra_repr(self) -> str:
         return (
@@ -166,9 +156,13 @@ class ColumnParallelLinear(ParallelLinear):
         if self.copies is not None:
             weight = self.copies(weight, int(self.transposed))
             bias = None if bias is None else self.copies(bias, 0)
-        y = self._matmul(x, weight.t() if self.transposed else weight, None if self.skip_bias_add else bias)
-        y = self._leave(y)
-        return (y, self._leave_bias(bias)) if self.skip_bias_add else y
+        weight, added = weight.t() if self.transposed else weight, None if self.skip_bias_add else bias
+        if self.input_is_copied:
+            y = self.outputs(self.product(x, weight, added))
+        else:
+            how = self.tp, self.sequence_dim, self.reduce_dtype
+            y = self.outputs(column_linear(x, weight, added, how, self.weight_scale))
+        return (y, None if bias is None else self.outputs(bias)) if self.skip_bias_add else y
 
     def _enter(self, x: Tensor) -> Tensor:
         if x.shape[-1] != self.in_features:
@@ -179,29 +173,18 @@ class ColumnParallelLinear(ParallelLinear):
             self.look_alike("the input", x)
         return x
 
-    def _matmul(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if self.input_is_copied:
-            return self.product(x, weight, bias)
-        return column_linear(x, weight, bias, self.how, self.weight_scale)
-
-    def _leave(self, y: Tensor) -> Tensor:
-        if self.gather_output or self.features.padded:
-            y = self.outputs(y)
-        if self.gather_output or self.checks is None:
-            return y
-        return marked_like(self.as_part(y, -1, "features"), y)
-
-    def _leave_bias(self, bias: Tensor | None) -> Tensor | None:
-        return self.outputs(bias) if bias is not None and (self.gather_output or self.features.padded) else bias
-
     def outputs(self, y: Tensor) -> Tensor:
         """All output features if ``gather_output``, else this rank's with its padding zeroed."""
-        if not self.gather_output:
+        if self.gather_output:
+            y = ops.gather(y, self.tp, -1)
+            return y if self.features.plain else self.features.restored(y)
+        if self.features.padded:
             y = self.features.mask(y, self.tp)
+        if self.checks is not None:
+            y = self.as_part(y, -1, "features")
+        if self.features.padded:
             mark_unpadded(y, self.out_features)
-            return y
-        y = ops.gather(y, self.tp, -1)
-        return y if self.features.plain else self.features.restored(y)
+        return y
 
 
 class RowParallelLinear(ParallelLinear):
@@ -216,15 +199,11 @@ class RowParallelLinear(ParallelLinear):
         out_features: size of the output's last dim.
         bias: whether to add a bias.
         input_is_parallel: the input is this rank's features.
-        dtype: of the parameters. None is torch's default.
-        device: where to allocate; "meta" allocates nothing.
-        blocks: as in ``ColumnParallelLinear``, of the input features; none is replicated.
-        init_method: fills the unsharded weight in place.
+        dtype, device, init_method, skip_bias_add, group: as in ``ColumnParallelLinear``.
+        blocks: the same, of the input features; none is replicated.
         sequence_dim: the dim of the output along which the tokens are spread over the ranks.
-        skip_bias_add: return ``(y, bias)`` without adding the bias.
         pad: allow an ``in_features`` that tp does not divide.
         reduce_dtype: lowest precision for sums of outputs.
-        group: the ranks of the layer: a Comm, a process group, or None for the tp axis.
     """
 
     def __init__(
@@ -262,7 +241,12 @@ class RowParallelLinear(ParallelLinear):
         y = self._matmul(self._enter(x, weight.shape[-1]), weight, None if self.skip_bias_add else self.bias)
         if self.checks is not None and self.sequence_dim is not None:
             y = self.as_part(y, self.sequence_dim, "tokens")
-        return (y, self._leave_bias(self.bias)) if self.skip_bias_add else y
+        if not self.skip_bias_add:
+            return y
+        if self.bias is None or self.sequence_dim is None:
+            return y, self.bias
+        # the caller adds it to this rank's tokens only, so its gradient is summed over the ranks
+        return y, ops.copy(self.bias, self.tp, dtype=self.reduce_dtype)
 
     def _enter(self, x: Tensor, held: int) -> Tensor:
         takes = held if self.input_is_parallel else self.in_features
@@ -273,10 +257,35 @@ class RowParallelLinear(ParallelLinear):
         return self.features.mask(x, self.tp) if self.features.padded else x
 
     def _matmul(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return row_linear(x, weight, bias, self.how, self.weight_scale)
+        return row_linear(x, weight, bias, (self.tp, self.sequence_dim, self.reduce_dtype), self.weight_scale)
 
-    def _leave_bias(self, bias: Tensor | None) -> Tensor | None:
-        if bias is None or self.sequence_dim is None:
-            return bias
-        # the caller adds it to this rank's tokens only, so its gradient is summed over the ranks
-        return ops.copy(bias, self.tp, dtype=self.reduce_dtype)
+
+def _conv1d_sizes(plain: nn.Module, layer: type[nn.Module]) -> tuple[int, int]:
+    # recognised by its attributes, for transformers is not a dependency
+    outputs, weight = getattr(plain, "nf", None), getattr(plain, "weight", None)
+    if not isinstance(outputs, int) or not isinstance(weight, Tensor) or weight.ndim != 2:
+        raise ValueError(
+            f"{layer.__name__}.from_plain takes transformers' Conv1D, which has a weight of two dims and nf, "
+            f"not {type(plain).__name__}"
+        )
+    if weight.shape[1] != outputs:
+        raise ValueError(
+            f"{layer.__name__}.from_plain: a weight of {tuple(weight.shape)} is not [inputs, nf={outputs}]"
+        )
+    return weight.shape[0], outputs
+
+
+CONV1D = WeightForm(_conv1d_sizes, partial(nn.init.normal_, std=0.02), lambda fan_in: nn.init.zeros_, transposed=True)
+
+
+class ColumnParallelConv1D(ColumnParallelLinear):
+    """``y_r = x @ w_r + b_r``: ``ColumnParallelLinear`` with a weight of ``[in_features, out_features]``, as GPT-2's
+    ``Conv1D`` in transformers has it: initially normal with deviation 0.02, and zero. ``c_attn`` has ``blocks=3``."""
+
+    form = CONV1D
+
+
+class RowParallelConv1D(RowParallelLinear):
+    """``y = sum over ranks of x_r @ w_r, + b``: ``RowParallelLinear`` with such a weight and initial values."""
+
+    form = CONV1D

@@ -16,10 +16,9 @@ from torch import Tensor
 from ..comm import mappings as ops
 from ..comm.comm import Comm
 from ..comm.parts import plain
-from ..runtime.checks import Checks
 from ..runtime.context import current, is_initialized
+from .embedding import check_ids
 from .features import unpadded
-from .ids import check_ids
 
 CHUNK = 1 << 18
 """Logits per step on a CPU: 1 MiB of float32 stays in a core's cache."""
@@ -65,48 +64,33 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        logits: Tensor,
-        target: Tensor,
-        comm: Comm,
-        smoothing: float,
-        ignore: int,
-        vocab: int,
-        vocab_given: bool,
+        ctx: Any, logits: Tensor, target: Tensor, comm: Comm, smoothing: float, ignore: int, vocab: int
     ) -> Tensor:
-        width = logits.shape[-1]
         wide = torch.promote_types(logits.dtype, torch.float32)
-        local, mine, kept = _located(target, width, comm, ignore)
+        local, mine, kept = _located(target, logits.shape[-1], comm, ignore)
         padding = _padding(logits, comm, vocab)
 
         softmax, eager = None, _eager(comm)
         reads = eager and comm.reads_are_cheap
         if eager and logits.dtype is wide and ctx.needs_input_grad[0]:
             softmax = torch.empty_like(logits, memory_format=torch.contiguous_format)
-        tokens, detect = len(target), eager and not vocab_given and comm.size > 1 and logits.numel() > 0
-        # one more column for the detection of padding
-        rows = logits.new_empty((3 if smoothing else 2, tokens + detect), dtype=wide)
+        rows = logits.new_empty((3 if smoothing else 2, len(target)), dtype=wide)
         for at in _chunks(logits, comm):
             chunk = logits[at].to(wide)
             if smoothing:
                 rows[2, at] = _fill_padding(chunk, padding, 0.0).sum(-1)
             out = None if softmax is None else softmax[at]
             _, rows[0, at] = _local_softmax(chunk, padding, reads, out)
-        rows[1, :tokens] = torch.where(mine, logits.gather(-1, local.unsqueeze(-1)).squeeze(-1), 0.0)
-        if detect:  # the first and the last column
-            rows[:2, -1] = torch.count_nonzero(logits[:, :: max(1, width - 1)], 0)
+        rows[1] = torch.where(mine, logits.gather(-1, local.unsqueeze(-1)).squeeze(-1), 0.0)
 
         gathered = comm.all_gather(rows.unsqueeze(0), 0)
-        if detect:
-            _refuse_padding(gathered[:, :2, -1], width * comm.size, reads)
-        gathered = gathered[..., :tokens]
-        log_sum = _log_sum_exp(gathered[:, 0])
+        log_sum = gathered[:, 0].logsumexp(0)
         target_logit = gathered[:, 1].sum(0)
         if smoothing:
             loss = log_sum - (1 - smoothing) * target_logit - smoothing / vocab * gathered[:, 2].sum(0)
         else:
             loss = log_sum - target_logit
-        ctx.save_for_backward(logits, (rows[0, :tokens] - log_sum).exp(), local, mine, kept)
+        ctx.save_for_backward(logits, (rows[0] - log_sum).exp(), local, mine, kept)
         ctx.args, ctx.softmax = (comm, smoothing, vocab), softmax
         return torch.where(kept, loss, 0.0)
 
@@ -116,7 +100,7 @@ class _CrossEntropy(torch.autograd.Function):
         comm, smoothing, vocab = ctx.args
         if torch.is_grad_enabled():  # this backward is itself differentiated
             loss = _mapped(logits, local, mine, kept, comm, smoothing, vocab)
-            return *torch.autograd.grad(loss, logits, grad, create_graph=True), *[None] * 6
+            return *torch.autograd.grad(loss, logits, grad, create_graph=True), *[None] * 5
         # becomes the gradient: a second backward through a retained graph computes the softmax again
         softmax, ctx.softmax = ctx.softmax, None
         padding = _padding(logits, comm, vocab)
@@ -139,7 +123,7 @@ class _CrossEntropy(torch.autograd.Function):
             chunk.scatter_add_(-1, local[at].unsqueeze(-1), hit[at])
             if softmax is None:
                 out[at] = chunk
-        return out, None, None, None, None, None, None
+        return out, *[None] * 5
 
 
 def _located(target: Tensor, width: int, comm: Comm, ignore: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -165,30 +149,6 @@ def _mapped(
     return torch.where(kept, loss, 0.0)
 
 
-def _log_sum_exp(x: Tensor) -> Tensor:
-    """Over dim 0, of a few numbers: torch.logsumexp took three times as long, for its care of infinite ones,
-    which make the loss nan either way."""
-    largest = x.amax(0)
-    return (x - largest).exp_().sum(0).log_().add_(largest)
-
-
-def _refuse_padding(nonzero: Tensor, columns: int, reads: bool) -> None:
-    """ValueError, or without ``reads`` an assertion in the device's queue, if the very last column looks like padding:
-    zero for every token, unlike the first. ``nonzero``: ``[ranks, 2]``, of each rank's first and last column."""
-    if nonzero.is_meta:
-        return
-    why = (
-        f"parallel_cross_entropy: the last of {columns} logits is exactly 0 for every token, as padding "
-        "is, and would count as a word of the vocabulary: pass vocab_size=, the size without padding "
-        f"({columns} if there is none)"
-    )
-    fits = (nonzero[0, 0] == 0) | (nonzero[-1, 1] != 0)
-    if not reads:
-        torch._assert_async(fits, why)
-    elif not fits:
-        raise ValueError(why)
-
-
 def _padding(logits: Tensor, comm: Comm, vocab: int) -> Tensor | None:
     """Mask of padding among this rank's last columns; None if no rank has padding. The rank is data: every
     rank's mask has as many columns as all ranks have padding (or all its columns)."""
@@ -208,10 +168,6 @@ def _fill_padding(logits: Tensor, padding: Tensor | None, value: float) -> Tenso
     return torch.cat([logits[:, :rest], logits[:, rest:].masked_fill(padding, value)], -1)
 
 
-def _checks() -> Checks | None:
-    return None if torch.compiler.is_compiling() or not is_initialized() else current().checks
-
-
 def parallel_cross_entropy(
     vocab_parallel_logits: Tensor,
     target: Tensor,
@@ -229,8 +185,7 @@ def parallel_cross_entropy(
     ``pad=True`` carries its size; pass it if other operations follow the layer: without it they are a ValueError.
 
     Returns ``[...]``, the same on every rank, in float32 for half-precision logits. ValueError for shapes
-    that do not fit. Backends that can read values also raise IndexError for a target out of range, and
-    ValueError for logits that look padded without ``vocab_size``.
+    that do not fit. Backends that can read values also raise IndexError for a target out of range.
     """
     logits = vocab_parallel_logits
     comm = group if isinstance(group, Comm) else current().comm_for(group)
@@ -254,13 +209,11 @@ def parallel_cross_entropy(
         raise ValueError(f"vocab_size={vocab} does not fit {logits.shape[-1]} logits on each of {comm.size} ranks")
     if comm.eager:
         check_ids(target, vocab, "parallel_cross_entropy", ignore_index, read=comm.reads_are_cheap)
-    if comm.eager and (checks := _checks()) is not None:
-        checks.same("the targets of parallel_cross_entropy", target)
+        if not torch.compiler.is_compiling() and is_initialized() and (checks := current().checks) is not None:
+            checks.same("the targets of parallel_cross_entropy", target)
     flat = logits.reshape(-1, logits.shape[-1])
     if ops.transformed():
         placed = _located(target.reshape(-1), flat.shape[-1], comm, ignore_index)
         return _mapped(flat, *placed, comm, label_smoothing, vocab).view(target.shape)
-    loss: Tensor = _CrossEntropy.apply(
-        flat, target.reshape(-1), comm, label_smoothing, ignore_index, vocab, vocab_size is not None
-    )
+    loss: Tensor = _CrossEntropy.apply(flat, target.reshape(-1), comm, label_smoothing, ignore_index, vocab)
     return loss.view(target.shape)

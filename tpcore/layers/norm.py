@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from ..comm import mappings as ops
 from ..layout.shard import ShardSpec
-from .module import ParallelModule
-from .plain import checked_plain, filled
+from .module import ParallelModule, checked_plain, filled
 
 Layer = TypeVar("Layer", bound="LayerNorm")
 RMS = TypeVar("RMS", bound="RMSNorm")
@@ -68,8 +67,7 @@ class LayerNorm(_Norm):
         norm = checked_plain(plain, nn.LayerNorm, cls)
         affine, bias = norm.weight is not None, norm.bias is not None
         own = {"dtype": norm.weight.dtype} if affine else {}
-        shape = norm.normalized_shape
-        return filled(cls(shape, norm.eps, affine, bias, device="meta", **own, **options), plain)
+        return filled(cls(norm.normalized_shape, norm.eps, affine, bias, "meta", **own, **options), plain)
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = self._whole(self.weight), self._whole(self.bias)
@@ -103,8 +101,7 @@ class RMSNorm(_Norm):
         norm = checked_plain(plain, nn.RMSNorm, cls)
         if norm.weight is None:
             raise ValueError(f"{cls.__name__}.from_plain: {norm} has no weight, and this layer always has one")
-        layer = cls(norm.normalized_shape, norm.eps, dtype=norm.weight.dtype, device="meta", **options)
-        return filled(layer, plain)
+        return filled(cls(norm.normalized_shape, norm.eps, dtype=norm.weight.dtype, device="meta", **options), plain)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.normalized_shape, self._whole(self.weight), self.eps)

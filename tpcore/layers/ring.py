@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..comm.comm import Comm
-from .tokens import HeadGroups, Scoring, TokenOrder, Visible, hidden
+from .tokens import Scoring, TokenOrder, Visible, fold_heads, hidden, repeat_heads
 
 Half = Tensor | int | None
 """Some of a rank's tokens: half 0 or 1, None for all, or a tensor that says whether it is half 0: data, so that
@@ -145,7 +145,7 @@ class _Ring(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, visible: Visible, order: TokenOrder, scoring: Scoring
     ) -> Tensor:
-        heads, send, length = HeadGroups(q.shape[1], k.shape[1]), _around(order.comm), q.shape[2] * order.comm.size
+        send, length = _around(order.comm), q.shape[2] * order.comm.size
         q, k, v = (_dense(t) for t in (q, k, v))
         wide = torch.promote_types(q.dtype, torch.float32)  # of sums over many keys
         out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=wide)
@@ -158,7 +158,7 @@ class _Ring(torch.autograd.Function):
             theirs = order.places(length, source)
             for asking, asked in blocks:
                 some = take(q, asking, 2).to(wide)
-                part = [heads.repeat(take(t, asked, 2)).to(wide) for t in (keys, values)]
+                part = [repeat_heads(take(t, asked, 2), q.shape[1]).to(wide) for t in (keys, values)]
                 if served:
                     more = _kernel(some, *part, is_causal=visible.causal and step == 1, scale=scoring.scale)
                 else:
@@ -178,7 +178,7 @@ class _Ring(torch.autograd.Function):
         """A second ring: the gradients of keys and values follow them, and one step more brings them home."""
         q, k, v, out, total = ctx.saved_tensors
         visible, order, scoring = ctx.arguments
-        heads, send, length = HeadGroups(q.shape[1], k.shape[1]), _around(order.comm), q.shape[2] * order.comm.size
+        send, length = _around(order.comm), q.shape[2] * order.comm.size
         wide, grad = out.dtype, _dense(grad.to(out.dtype))
         inner = (grad * out).sum(-1, keepdim=True)
         dq, keys, values = torch.zeros_like(q, dtype=wide), k, v
@@ -190,7 +190,7 @@ class _Ring(torch.autograd.Function):
             theirs = order.places(length, source)
             for asking, asked in blocks:
                 some, *results = (take(t, asking, 2) for t in (q.to(wide), grad, total, inner))
-                part = [heads.repeat(take(t, asked, 2)).to(wide) for t in (keys, values)]
+                part = [repeat_heads(take(t, asked, 2), q.shape[1]).to(wide) for t in (keys, values)]
                 if served:
                     first = visible.causal and step == 1
                     known = take(out, asking, 2), results[1].contiguous(), 0.0, first
@@ -199,7 +199,10 @@ class _Ring(torch.autograd.Function):
                     masks = _slices(some, take(own, asking, 0), take(theirs, asked, 0), visible)
                     mine, *more = _gradients(some, part[0], part[1], results, masks, scoring)
                 dq = put(dq, asking, 2, take(dq, asking, 2) + mine)
-                found = [put(t, asked, 2, take(t, asked, 2) + heads.fold(m)) for t, m in zip(found, more, strict=True)]
+                found = [
+                    put(t, asked, 2, take(t, asked, 2) + fold_heads(m, k.shape[1]))
+                    for t, m in zip(found, more, strict=True)
+                ]
             if home:  # what earlier ranks found has travelled meanwhile
                 found = [t + more for t, more in zip(found, home(), strict=True)]
             home = send(found[0], found[1])

@@ -113,19 +113,13 @@ class Scoring:
         return self.scale if self.softcap is None else (1 - (scores / self.softcap) ** 2) * self.scale
 
 
-@dataclass(frozen=True)
-class HeadGroups:
-    """Query heads and the fewer key heads that they share."""
+def repeat_heads(t: Tensor, queries: int) -> Tensor:
+    """Keys' heads, one for each of so many query heads, which share them."""
+    n = queries // t.shape[1]
+    return t if n == 1 else t.repeat_interleave(n, 1)
 
-    queries: int
-    keys: int
 
-    def repeat(self, t: Tensor) -> Tensor:
-        """Keys' heads, one for each query head."""
-        n = self.queries // self.keys
-        return t if n == 1 else t.repeat_interleave(n, 1)
-
-    def fold(self, grad: Tensor) -> Tensor:
-        """Gradients of repeated heads, summed over the query heads that share one."""
-        shared: Tensor = grad.unflatten(1, (self.keys, -1))
-        return shared.sum(2)
+def fold_heads(grad: Tensor, keys: int) -> Tensor:
+    """Gradients of repeated heads, summed over the query heads that share one."""
+    shared: Tensor = grad.unflatten(1, (keys, -1))
+    return shared.sum(2)

@@ -108,7 +108,6 @@ class Layout:
             raise ValueError(f"{self} has no last cut over {axis} alone")
         return replace(self, cuts=self.cuts[:-1])
 
-    # -- where entries lie --------------------------------------------------------------------------------
     def boxes(self, position: int, mesh: Mesh) -> tuple[Box, ...]:
         """The boxes of ``position``. All else derives from this; entries outside every box are padding."""
         return _boxes(self, position, mesh)
@@ -142,7 +141,6 @@ class Layout:
             ):
                 yield rank
 
-    # -- moving between meshes ----------------------------------------------------------------------------
     def regions(self, mesh: Mesh, want: Layout, position: int, other: Mesh) -> Iterator[Region]:
         """The copies that build the part of ``position`` on ``other`` under ``want``: each entry once."""
         if self.shape != want.shape:
@@ -176,7 +174,6 @@ class Layout:
     def unshard(self, parts: Sequence[Tensor], mesh: Mesh) -> Tensor:
         return self.reshard(parts, mesh, 0, _ONE)
 
-    # -- JSON ---------------------------------------------------------------------------------------------
     def to_json(self) -> dict[str, Any]:
         cuts: list[dict[str, Any]] = [{"axes": list(cut.axes), **cut.spec.to_json()} for cut in self.cuts]
         for cut in cuts:

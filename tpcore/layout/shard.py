@@ -120,7 +120,6 @@ class ShardSpec:
     def _width(self, n: int) -> int:
         return 0 if self.dim is None else self.local_shape(n)[self.dim]
 
-    # -- the layout of all shards side by side, as static index tables: the same on every rank ------------
     def source_index(self, n: int) -> Tensor:
         """int64 ``[n, local]``: the full index of each local position; -1 marks padding."""
         return torch.from_numpy(_source_index(self, n))
@@ -133,7 +132,6 @@ class ShardSpec:
         """Whether the concatenation of the n shards equals the full tensor."""
         return len(self.blocks) <= 1 and not self.padded(n) and self.copies(n) == 1
 
-    # -- moving between degrees -------------------------------------------------------------------------
     def shard(self, full: Tensor, rank: int, n: int) -> Tensor:
         """Shard ``rank`` of ``n``, in its own memory. ValueError if ``full`` has not the full shape."""
         self._check([full])
@@ -163,7 +161,6 @@ class ShardSpec:
             if tuple(shard.shape) != want:
                 raise ValueError(f"a shard of {n} of {self} has shape {tuple(shard.shape)}, not {want}")
 
-    # -- JSON -------------------------------------------------------------------------------------------
     def to_json(self) -> dict[str, Any]:
         return {"shape": list(self.shape), "dim": self.dim, "blocks": [list(b) for b in self.blocks]}
 

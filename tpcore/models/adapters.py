@@ -17,8 +17,7 @@ from safetensors.torch import load, save, save_file
 from torch import Tensor, nn
 
 from ..layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
-from ..layers.module import ParallelModule
-from ..layers.plain import keeping
+from ..layers.module import ParallelModule, keeping
 from ..layers.sharding import sharding
 from ..runtime.consensus import gather_bytes, together
 from ..runtime.context import current

@@ -15,7 +15,7 @@ from ..comm import mappings as ops
 from ..comm.comm import Comm
 from ..layers.context_parallel import Way
 from ..layers.tokens import TokenOrder
-from ..runtime.checks import compare_ranks
+from ..runtime.consensus import compare_ranks
 from ..runtime.context import current
 
 IGNORED = -100

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from ..backend.interface import Backend
 from ..comm import mappings as ops
 from ..comm.comm import Comm
-from ..layers.ids import exporting
-from ..layers.module import ParallelModule
-from ..layers.plain import filled
+from ..layers.embedding import exporting
+from ..layers.module import ParallelModule, filled
 from ..layout.layout import AxisCut, Layout
 from ..layout.shard import Block, ShardSpec
 from . import plan

@@ -13,7 +13,7 @@ from peft.tuners import lora
 from torch import Tensor, nn
 
 from ..layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
-from ..layers.plain import keeping
+from ..layers.module import keeping
 from ..layers.sharding import sharding
 from .forwards import sum_gradients
 from .loss import IS_HEAD

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from ..comm.comm import Comm
 from ..layers import ColumnParallelConv1D, ColumnParallelLinear, ParallelEmbedding, RowParallelConv1D, RowParallelLinear
-from ..layers.module import ParallelModule
-from ..layers.plain import become_part
+from ..layers.module import ParallelModule, become_part
 from ..runtime.context import current
 from . import plan
 from .cuts import Cut

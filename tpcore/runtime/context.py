@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import permutations
 from typing import Any
+from weakref import ref
 
 import torch
 
@@ -19,7 +20,7 @@ from ..comm.comm import Comm
 from ..comm.wrapper import define
 from ..errors import BackendError, refuse_forked
 from ..layout.mesh import BATCH, DATA, Group, Mesh
-from .checks import Checks
+from .consensus import Checks
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,8 @@ class ParallelContext:
     _comms: dict[tuple[tuple[str, ...], int | None], Comm] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+    steppers: list[ref[Any]] = field(default_factory=list, init=False, repr=False, compare=False)
+    """The ``Zero1``s made here: their parameters' gradients are averaged by their step alone."""
     _pid: int = field(default_factory=os.getpid, init=False, repr=False, compare=False)
     _adopted: list[Comm] = field(default_factory=list, init=False, repr=False, compare=False)
 

@@ -19,8 +19,7 @@ from ..backend.registry import backend_class, check_connects, check_fits, load_b
 from ..comm.signature import ALL, checked_calls
 from ..layout.mesh import Mesh
 from ..log import inform
-from .checks import Checks, in_eager_mode, raising
-from .consensus import agree, gather
+from .consensus import Checks, agree, gather, in_eager_mode, raising
 from .context import ParallelContext, current, enter_process, is_initialized, leave_process
 
 Function = Callable[..., Any]

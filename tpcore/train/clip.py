@@ -13,6 +13,7 @@ from torch import Tensor
 from ..comm.comm import Comm
 from ..layers.sharding import sharding
 from ..layout.slices import Share, narrowed
+from ..runtime.context import current
 from .parameters import Parameters, unique_parameters
 
 Parts = list[tuple[Tensor, int]]
@@ -107,14 +108,27 @@ def clip_grad_norm(parameters: Parameters, max_norm: float, norm_type: float | s
     any iterable of parameters. ``norm_type``: a positive number, ``float("inf")`` or ``"inf"``.
 
     Returns the norm before clipping, 0-d, float32 or wider, the same on every rank. Call it after the mean over data
-    parallel. Collective: all ranks of the layouts' axes must call it. Raises ValueError for parameters of another
-    context and for parameters that torch's own parallelism has cut.
+    parallel, which it takes itself of the parameters of a ``Zero1``: of all of them. Collective: all ranks of the
+    layouts' axes must call it. Raises ValueError for parameters of another context, for some of a ``Zero1``'s
+    and for parameters that torch's own parallelism has cut.
     """
     p = float(norm_type)
     if not p > 0:
         raise ValueError(f"norm_type must be a positive number or 'inf', not {norm_type!r}")
     check_max_norm(max_norm)
     unique = unique_parameters(parameters)
+    trained = {q for q in unique if q.requires_grad}
+    for optimizer in filter(None, (ref() for ref in reversed(current().steppers))):
+        averaged = optimizer.averaged
+        if not trained.isdisjoint(averaged):
+            if trained != averaged:
+                raise ValueError(
+                    f"clip_grad_norm of {len(trained)} parameters, and a Zero1 has the gradients of "
+                    f"{len(averaged)}, of which each dp rank steps its chunks: pass all of its parameters and "
+                    "no others, or tpcore.optimizer_step(optimizer, max_norm=)"
+                )
+            norm: Tensor = optimizer.clip(max_norm, p)
+            return norm
     norm = norm_of([addend_of(q) for q in unique], p, unique[0].device if unique else None)
     scale_to((q.grad for q in unique if q.grad is not None), norm, max_norm)
     return norm

@@ -1,19 +1,129 @@
-"""The mean of gradients over data parallel."""
+"""The mean of gradients over data parallel, in buckets that one collective moves, also beside backward."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from threading import Lock
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from ..comm.comm import Comm, Pending
-from ..comm.transport import CPU
+from ..comm.comm import Comm
+from ..comm.transport import CPU, Pending
 from ..runtime.context import current
-from .buckets import buckets
-from .overlap import Bucket
 from .parameters import Parameters, data_comm, unique_parameters
+
+T = TypeVar("T")
+
+
+def buckets(
+    items: Iterable[T], kind: Callable[[T], Hashable], nbytes: Callable[[T], int], most: int
+) -> Iterator[list[T]]:
+    """Lists of items of one kind, in order, of up to ``most`` bytes each; a larger item is alone."""
+    by_kind: dict[Hashable, list[T]] = defaultdict(list)
+    for item in items:
+        by_kind[kind(item)].append(item)
+    for members in by_kind.values():
+        bucket: list[T] = []
+        size = 0
+        for item in members:
+            if bucket and size + nbytes(item) > most:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(item)
+            size += nbytes(item)
+        yield bucket
+
+
+GradientOf = Callable[[Tensor], Tensor | None]
+
+
+class Bucket:
+    """Gradients that one collective reduces. ``begin`` starts it with the present ones, and zeros for missing ones;
+    ``put`` takes its result."""
+
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        gradient_of: GradientOf,
+        begin: Callable[[], Pending],
+        put: Callable[[Tensor], None],
+    ) -> None:
+        self.parameters, self._gradient_of, self._begin, self._put = parameters, gradient_of, begin, put
+
+    def start(self) -> None:
+        with torch.no_grad():
+            self.wait = self._begin()
+        # after the start, which makes sparse gradients dense
+        self._sent = [(g, g._version if g is not None else 0) for g in map(self._gradient_of, self.parameters)]
+
+    def changed(self) -> bool:
+        """Whether a gradient is another one than at the start: accumulated, scaled, dropped, replaced."""
+        now = map(self._gradient_of, self.parameters)
+        return any(
+            g is not sent or (g is not None and g._version != version)
+            for g, (sent, version) in zip(now, self._sent, strict=True)
+        )
+
+    def finish(self, again: bool) -> None:
+        """Wait, and put the result. ``again``: of the present gradients, since a rank's have changed. Collective."""
+        total = self.wait()
+        self._put(self._begin()() if again else total)
+
+
+class Overlap:
+    """The buckets of one optimizer that are under way, until its step takes them. They start in one order on all ranks.
+    The step compares each gradient with what was sent, so that a start that was too early changes no number. A block
+    learns from the last one how often backward accumulates a gradient: never for a parameter that is not used."""
+
+    def __init__(self) -> None:
+        self._due: dict[Tensor, int] = {}
+        self._under_way: list[Bucket] = []
+
+    @contextmanager
+    def block(self, buckets: Sequence[Bucket]) -> Iterator[None]:
+        """Start ``buckets`` while backward runs in the block, the others at its end."""
+        self.drop()
+        waiting, arrivals, lock = [*reversed(buckets)], Counter[Tensor](), Lock()
+
+        def arrive(p: Tensor) -> None:
+            with lock:  # backward has a thread for each device
+                arrivals[p] += 1
+                while waiting and all(arrivals[q] >= self._due.get(q, 1 << 62) for q in waiting[-1].parameters):
+                    self._start(waiting.pop())
+
+        with ExitStack() as hooks:
+            for p in {p: None for bucket in buckets for p in bucket.parameters}:
+                hooks.callback(p.register_post_accumulate_grad_hook(arrive).remove)
+            yield
+        while waiting:
+            self._start(waiting.pop())
+        self._due = {p: arrivals[p] for bucket in buckets for p in bucket.parameters}
+
+    def _start(self, bucket: Bucket) -> None:
+        bucket.start()
+        self._under_way.append(bucket)
+
+    def take(self) -> list[Bucket]:
+        """The buckets under way, which the caller waits for."""
+        taken, self._under_way = self._under_way, []
+        return taken
+
+    def drop(self) -> None:
+        """Wait for the buckets under way; use none."""
+        for bucket in self.take():
+            bucket.wait()
+
+
+def overlap_of(optimizer: torch.optim.Optimizer) -> Overlap:
+    """An attribute of ``optimizer``, which its state does not include."""
+    found: Overlap = vars(optimizer).setdefault("tpcore_overlap", Overlap())
+    return found
+
 
 BUCKET = 25 * 2**20
 """Bytes of gradients in one all-reduce: DDP's default, enough to hide latency."""

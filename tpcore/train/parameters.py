@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -93,3 +95,23 @@ def named_of(group: dict[str, Any]) -> tuple[list[Tensor], list[str]]:
             raise ValueError(f"parameter {name} is given twice in one group, before as {seen[id(p)]}")
         seen[id(p)] = name
     return [p for _, p in named], names
+
+
+def check_not_replaced(groups: Iterable[dict[str, Any]]) -> None:
+    """Raise ValueError, where no parameter of an optimizer got a gradient, if ``fully_shard`` was called in this
+    process: it makes other Parameters, and an optimizer of the old ones changes nothing."""
+    # a class of each module is derived from FSDPModule; the core does not import torch's own parallelism
+    fully_sharded = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", object)
+    if fully_sharded is object or not fully_sharded.__subclasses__():
+        return
+    groups = list(groups)
+    parameters = chain.from_iterable(group["params"] for group in groups)
+    names = [name for name, p in zip(names_of(groups), parameters, strict=True) if p.requires_grad]
+    if names:
+        more = f" and {len(names) - 5} more" if names[5:] else ""
+        raise ValueError(
+            f"parameters {', '.join(names[:5])}{more} of this optimizer got no gradient: fully_shard (FSDP2) has put "
+            "DTensors in their place since it was made, so it would train nothing. Step such a model by torch's own "
+            "optimizer, made after fully_shard; or cut it with tpcore's layers, and its optimizer's state with "
+            "tpcore.Zero1"
+        )

@@ -13,13 +13,10 @@ from torch.optim import Optimizer
 
 from ..runtime.context import current
 from .clip import addend_of, check_max_norm, norm_of, scale_to
-from .data_parallel import buckets_of, reduce_beside
-from .overlap import overlap_of
-from .parameters import unique_parameters
-from .replaced import check_not_replaced
+from .data_parallel import buckets_of, overlap_of, reduce_beside
+from .parameters import check_not_replaced, unique_parameters
 from .zero import Zero1
 from .zero.elementwise import check_steps_parts
-from .zero.optimizer import Scaled
 
 Scaler = GradScaler | None
 
@@ -27,19 +24,16 @@ Scaler = GradScaler | None
 class Stepping:
     """The gradients of an optimizer of torch between backward and its step: each dp rank steps all parameters."""
 
-    scaled: Any
-    """The object that a GradScaler gets as the optimizer: it has ``param_groups`` and ``step``."""
-
     def __init__(self, optimizer: Optimizer) -> None:
-        self.scaled = optimizer
+        self.scaled: Any = optimizer
         self._parameters = unique_parameters(p for group in optimizer.param_groups for p in group["params"])
         check_steps_parts(optimizer, self._parameters)
 
-    def reduce(self) -> None:
+    def reduce_gradients(self) -> None:
         """Take the mean of the gradients over dp. Collective."""
         reduce_beside(self._parameters, overlap_of(self.scaled).take())
         if not self.gradients():
-            check_not_replaced(self.scaled.param_groups, ())
+            check_not_replaced(self.scaled.param_groups)
 
     def gradients(self) -> list[Tensor]:
         """This rank's part of the mean gradients, to change in place."""
@@ -50,34 +44,13 @@ class Stepping:
         device = self._parameters[0].device if self._parameters else None
         return norm_of([addend_of(p) for p in self._parameters], 2.0, device)
 
-    def skip(self, norm: Tensor | None) -> None:
-        """Take no step. ``norm``: the norm that the caller gets."""
+    def skip(self) -> None:
+        """Take no step."""
 
 
-class ChunkStepping(Stepping):
-    """The same of a Zero1: each dp rank steps its chunks."""
-
-    def __init__(self, optimizer: Zero1) -> None:
-        self._optimizer, self.scaled = optimizer, Scaled(optimizer)
-        optimizer.grad_norm = None
-
-    def reduce(self) -> None:
-        self._optimizer.reduce_gradients()
-
-    def gradients(self) -> list[Tensor]:
-        return self._optimizer.gradients()
-
-    def norm(self) -> Tensor:
-        self._optimizer.grad_norm = self._optimizer.norm()
-        return self._optimizer.grad_norm
-
-    def skip(self, norm: Tensor | None) -> None:
-        self._optimizer.grad_norm = norm
-        self._optimizer.skip()
-
-
-def stepping_of(optimizer: Optimizer) -> Stepping:
-    return ChunkStepping(optimizer) if isinstance(optimizer, Zero1) else Stepping(optimizer)
+def stepping_of(optimizer: Optimizer) -> Stepping | Zero1:
+    """A Zero1 does all of it itself."""
+    return optimizer if isinstance(optimizer, Zero1) else Stepping(optimizer)
 
 
 def _finite_everywhere(tensors: list[Tensor]) -> bool:
@@ -92,13 +65,13 @@ def _finite_everywhere(tensors: list[Tensor]) -> bool:
     return not bool(world.all_reduce(bad, "max").item())
 
 
-def _unscale(stepping: Stepping, scaler: GradScaler) -> bool:
+def _unscale(gradients: list[Tensor], scaled: Any, scaler: GradScaler) -> bool:
     """Unscale the gradients; False on all ranks if one of them has an infinity: then every rank's gradients become
-    NaN, so that each rank's scaler skips the step by itself."""
-    finite = _finite_everywhere(stepping.gradients())
-    for gradient in stepping.gradients() if not finite else ():
+    NaN, so that each rank's scaler skips the step by itself. ``scaled``: what it takes for the optimizer."""
+    finite = _finite_everywhere(gradients)
+    for gradient in gradients if not finite else ():
         gradient.mul_(float("nan"))
-    scaler.unscale_(stepping.scaled)
+    scaler.unscale_(scaled)
     return finite
 
 
@@ -109,11 +82,10 @@ def overlap_grad_reduce(optimizer: Optimizer) -> Iterator[None]:
     Each bucket starts when its gradients are accumulated, in one order on all ranks, and ``optimizer_step`` waits. The
     numbers are those without the block, bit for bit if every parameter gets a gradient: one that has changed since its
     bucket started, except through ``.data``, is reduced again. The first block starts buckets at its end, and learns
-    when each gradient is complete: after all microbatches of a pipeline, or never. Buckets under way take the memory of
-    a second copy of the gradients.
+    when each gradient is complete. Buckets under way take the memory of a second copy of the gradients.
 
-    For optimizers of torch and for ``Zero1``. On a lazy backend, where a step is one program, it does nothing.
-    Collective over dp, ep and cp. A backward that itself makes collectives over dp must make them alike on all ranks.
+    On a lazy backend, where a step is one program, it does nothing. Collective over dp, ep and cp. A backward that
+    itself makes collectives over dp must make them alike on all ranks.
     """
     if not current().data.eager:
         yield
@@ -163,21 +135,25 @@ def optimizer_step(
         ctx.checks.compare(ctx.comm("tp"))
     scaling = scaler if scaler is not None and scaler.is_enabled() else None
     stepping = stepping_of(optimizer)
-    stepping.reduce()
-    finite = scaling is None or _unscale(stepping, scaling)
+    stepping.reduce_gradients()
+    scaled = stepping.scaled
+    finite = scaling is None or _unscale(stepping.gradients(), scaled, scaling)
     norm = stepping.norm() if max_norm is not None or skip_nonfinite else None
     if norm is not None and skip_nonfinite:
         finite = _finite_everywhere([norm]) and finite
-    if not finite:
+    if norm is not None and not finite:
         # also if this rank's norm is finite: another rank's is not, though they should be equal
-        norm = None if norm is None else torch.full_like(norm, float("inf"))
-        stepping.skip(norm)
+        norm = torch.full_like(norm, float("inf"))
+    if isinstance(optimizer, Zero1):
+        optimizer.grad_norm = norm
+    if not finite:
+        stepping.skip()
     else:
         if norm is not None and max_norm is not None:
             scale_to(stepping.gradients(), norm, max_norm)
         if scaling is None:
             optimizer.step()
         else:
-            scaling.step(stepping.scaled)
+            scaling.step(scaled)
     ctx.backend.mark_step()
     return norm

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ...layout.mesh import Mesh
-from ...runtime.checks import Note, first_difference
+from ...runtime.consensus import Note, first_difference
 from ...train.zero import Zero1
 from .planned import AUTO, by_plan, with_labels
 from .recording import Collective

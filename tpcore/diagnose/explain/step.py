@@ -16,7 +16,7 @@ from ...backend.registry import check_fits
 from ...layers.module import move_model_to_device
 from ...layers.sharding import sharding
 from ...layout.mesh import Mesh
-from ...runtime.checks import Checks, Note, in_eager_mode
+from ...runtime.consensus import Checks, Note, in_eager_mode
 from ...runtime.context import ParallelContext, current, use
 from ...train.clip import scale_to
 from ...train.step import stepping_of
@@ -126,7 +126,7 @@ def _update(
     made = optimizer([p for p in model.parameters() if p.requires_grad])
     stepping = stepping_of(made)
     recorder.phase = "reduction"
-    stepping.reduce()
+    stepping.reduce_gradients()
     if max_norm is not None:
         recorder.phase = "clipping"
         scale_to(stepping.gradients(), stepping.norm(), max_norm)

@@ -30,13 +30,13 @@ class MeshOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     def __init__(self, optimizer: Any) -> None:
         # without placement: that would load the state back, which is collective and changes nothing here
         super().__init__(optimizer, device_placement=False)
-        self._reduced: Stepping | None = None
+        self._reduced: Stepping | Zero1 | None = None
 
-    def reduced(self) -> Stepping:
+    def reduced(self) -> Stepping | Zero1:
         """The gradients after their mean over dp. Collective the first time after a step."""
         if self._reduced is None:
             self._reduced = stepping_of(self.optimizer)
-            self._reduced.reduce()
+            self._reduced.reduce_gradients()
         return self._reduced
 
     def step(self, closure: Any = None) -> None:

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...comm import mappings as ops
-from ...layers.copies import Copies
+from ...layers.attention import InputCopy
+from ...layers.features import Copies
 from ...layers.initial import Init, kaiming_uniform, uniform_bias
-from ...layers.shared_input import InputCopy
 from ...layout.shard import Block, ShardSpec
 from ..parallel_layers.attributes import Place, PublishedAttributes
 

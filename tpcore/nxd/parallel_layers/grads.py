@@ -11,8 +11,7 @@ from torch import Tensor
 from ...comm.comm import Comm
 from ...runtime.context import current
 from ...train import clip
-from ...train.buckets import buckets
-from ...train.data_parallel import BUCKET
+from ...train.data_parallel import BUCKET, buckets
 from ...train.parameters import Parameters, unique_parameters
 from ...train.zero import Zero1
 

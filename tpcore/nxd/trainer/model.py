@@ -15,7 +15,7 @@ from ...layers.module import move_model_to_device
 from ...runtime.consensus import gather_bytes
 from ...runtime.context import current, is_initialized
 from ...train.pipeline import PipelinedLayers, find_layers
-from ...train.pipeline.ends import loss_of
+from ...train.pipeline.model import loss_of
 from ..pipeline.model import NxDPPModel
 from ..wrapper import Wrapper
 from .config import Config, neuronx_distributed_config

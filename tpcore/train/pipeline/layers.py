@@ -11,17 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...comm import mappings as ops
 from ...layers.module import ParallelModule
 from ...layers.sharding import Sharding, sharding, stamp
 from ...layout.layout import Layout, Slot
 from ...runtime import random
-from ...runtime.checks import compare_ranks
+from ...runtime.consensus import compare_ranks
 from ...runtime.context import current
 from .alike import check_layers, one_call_for_all
-from .arguments import LayerArguments, check_count, check_divides, check_told_apart
-from .fill_drain import FillDrain
-from .schedule import Schedule
-from .stage import StageLayers
+from .schedule import EndProgram, Recomputed, Schedule, tick, where
+from .stage import LayerArguments, StageLayers, check_count, check_divides, check_told_apart
 
 Instead = Callable[[Tensor, LayerArguments], Tensor]
 
@@ -73,7 +72,6 @@ class PipelinedLayers(nn.Module):
         self.register_load_state_dict_post_hook(_stamp_again)
         self.mark_places()
 
-    # -- the interface to the model's forward ---------------------------------------------------------------
     def __iter__(self) -> Iterator[nn.Module]:
         return iter((self,))
 
@@ -108,7 +106,9 @@ class PipelinedLayers(nn.Module):
             self.compare({"the input of PipelinedLayers": x}, "input")
         y = run(x, arguments)
         if self._instead is None and self.pp.size > 1 and y.requires_grad:
-            y.register_hook(partial(_compare_gradient, self))
+            # the stages' labels, of which the layers see no more than this
+            what = "the gradient of the output of PipelinedLayers"
+            y.register_hook(lambda gradient: self.compare({what: gradient}, "gradient"))
         return (y,) if self.stage.tuples else y
 
     def compare(self, tensors: Mapping[str, Tensor], kind: str) -> None:
@@ -127,10 +127,53 @@ class PipelinedLayers(nn.Module):
         count = check_divides(len(x), self.num_microbatches)
         if self.shared is None and count > 1:
             check_told_apart(arguments, x)
-        end = self.end_program if self.cuts else None
-        schedule = Schedule(self.pp.size, count)
-        road = FillDrain(self.stage, self.pp, schedule, [*self.parameters()], self.recompute, self.shared, end)
-        return road.run(x, arguments, self.seed())
+        return self._fill_drain(x, arguments, Schedule(self.pp.size, count), self.seed())
+
+    def _fill_drain(self, x: Tensor, arguments: LayerArguments, schedule: Schedule, seed: int | None) -> Tensor:
+        """The output for a batch, the same on every stage: of all microbatches, and then autograd's backward of all.
+
+        GPipe (Huang et al. 2019, arXiv:1811.06965) as one program for all ranks: at every tick each stage runs its
+        layers, and a permutation of the ring moves their output to the next stage.
+        """
+        first, last = self.pp.position == 0, self.pp.position == self.pp.size - 1
+        # only stage 0 uses the input, so its gradient is summed over stages; all stages use the arguments
+        feeds = list(ops.copy(x, self.pp).chunk(schedule.microbatches))
+        every = arguments.mapped(lambda t, name: ops.copy(t, self.pp) if t.requires_grad else t)
+        if self.cuts:  # in buffers of their own, a tick's program does not know which it reads
+            feeds = [feed.clone() for feed in feeds]
+            self.end_program()
+        # real activations in the bubble too: a norm of zeros may be NaN
+        state, made = feeds[0], []
+        for t in range(schedule.ticks):
+            feed = feeds[schedule.entering(t)]
+            index = (tick(t, x) - self.pp.position).clamp(0, schedule.microbatches - 1)
+            call = self.stage.run(
+                partial(every.microbatch, index, schedule.microbatches, len(x), self.shared),
+                seed,
+                schedule.forward_of(t)[self.stage.place],
+                check=t == 0,
+            )
+            y = self._tick(call, feed if self.pp.size == 1 else where(first, feed, state), every)
+            if schedule.leaving(t) is not None:
+                made.append(y)
+            if t + 1 < schedule.ticks:
+                state = ops.shift(y, self.pp)
+            if self.cuts:
+                self.end_program()
+        out = torch.cat(made)
+        return out if self.pp.size == 1 else ops.reduce(where(last, out, torch.zeros_like(out)), self.pp)
+
+    def _tick(self, call: Callable[[Tensor], Tensor], x: Tensor, every: LayerArguments) -> Tensor:
+        """The output of ``call``, this stage on one microbatch, for ``x``."""
+        if not torch.is_grad_enabled():
+            return call(x)
+        if self.cuts:
+            x = EndProgram.apply(x, self.end_program)
+        if not self.recompute:
+            return call(x)
+        used = [t for t in (*every.tensors(), *self.parameters()) if t.requires_grad]
+        y: Tensor = Recomputed.apply(call, x, *used)
+        return y
 
     def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, LayerArguments]:
         """The first argument, which is the input of the first layer, and the other arguments."""
@@ -143,7 +186,6 @@ class PipelinedLayers(nn.Module):
             raise TypeError(f"pipelined layers are called without {names[0]!r}, their input")
         return rest.pop(names[0]), LayerArguments((), (), rest)
 
-    # -- the interface to an engine that owns the loop ----------------------------------------------------
     @contextmanager
     def instead(self, run: Instead) -> Iterator[None]:
         """Inside the block a call of the layers calls ``run`` instead of the pipeline."""
@@ -165,7 +207,6 @@ class PipelinedLayers(nn.Module):
         """The seed for one run of the pipeline; None in eval mode, where layers draw no numbers."""
         return random.draw() if self.training else None
 
-    # -- the layouts of its parameters --------------------------------------------------------------------
     def _slot(self, number: int) -> Slot:
         return Slot("pp", number, self.num_layers)
 
@@ -207,11 +248,6 @@ class PipelinedLayers(nn.Module):
     def extra_repr(self) -> str:
         held = ", ".join(name for name, _ in self.named_children())
         return f"{held} of {self.num_layers} layers, pp={self.pp.size}, num_microbatches={self.num_microbatches}"
-
-
-def _compare_gradient(layers: PipelinedLayers, gradient: Tensor) -> None:
-    # the stages' labels, of which the layers see no more than this
-    layers.compare({"the gradient of the output of PipelinedLayers": gradient}, "gradient")
 
 
 def _stamp_again(layers: nn.Module, keys: Any) -> None:

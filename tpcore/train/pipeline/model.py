@@ -1,19 +1,216 @@
-"""PipelineModel: an engine that runs forward and backward of a model's training step."""
+"""PipelineModel: an engine that runs forward and backward of a model's training step, one forward, one backward.
+
+A tick runs the forward of one microbatch on each stage and the backward of another one, which it recomputes
+from the stage's input. Inputs are stored by tick, in the same way on all ranks; data selects a stage's input.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from ...runtime import random
 from .alike import find_layers
-from .arguments import check_count, microbatches
-from .ends import Ends
 from .layers import PipelinedLayers
-from .lockstep import Lockstep
-from .schedule import Schedule
+from .schedule import Schedule, tick, where
+from .stage import LayerArguments, check_count, chosen, microbatches
+
+
+class _Later(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gradient: list[Tensor]) -> Tensor:
+        ctx.gradient = gradient
+        return x.new_zeros(1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.gradient.pop(), None
+
+
+class Backward:
+    """The backward of the graph that made ``x``, to be run later. It does not keep ``x``."""
+
+    def __init__(self, x: Tensor) -> None:
+        self._gradient: list[Tensor] = []
+        self._end: Tensor | None = _Later.apply(x, self._gradient) if x.requires_grad else None
+
+    def __call__(self, gradient: Tensor) -> None:
+        if self._end is not None:
+            self._gradient.append(gradient)
+            self._end.backward(torch.zeros_like(self._end))
+
+
+class _AtLayers(Exception):
+    """Raised to leave a model's forward at the call of its layers."""
+
+
+def loss_of(out: Any, model: str) -> Tensor:
+    """The loss in what a model returned. ValueError if there is none of one element."""
+    found = getattr(out, "loss", None)
+    if found is None and isinstance(out, tuple | list) and out:
+        found = out[0]
+    found = out if isinstance(out, Tensor) else found
+    if not isinstance(found, Tensor) or found.numel() != 1:
+        raise ValueError(
+            f"{model} returned no loss of one element, but a {type(out).__name__}: give it labels, or return the loss"
+        )
+    return found.reshape(())
+
+
+class Lockstep:
+    """One run of an engine over all microbatches of a batch. The parameters' gradients become those of the sum of the
+    scaled losses."""
+
+    def __init__(
+        self, engine: PipelineModel, batches: list[LayerArguments], seed: int | None, weight: float, *, train: bool
+    ) -> None:
+        """``weight``: of a microbatch's loss in the batch's."""
+        self._engine, self._stage, self._pp = engine, engine.layers.stage, engine.layers.pp
+        self._batches, self._seed, self._weight, self._train = batches, seed, weight, train
+        pp, self._schedule = self._pp, Schedule(self._pp.size, len(batches))
+        self._first, self._last = pp.position == 0, pp.position == pp.size - 1
+        self._ring = [(i + 1) % pp.size for i in range(pp.size)]
+        self._back = [(i - 1) % pp.size for i in range(pp.size)]
+        self.inputs: dict[int, Tensor] = {}  # the stored ones, by tick
+        self._arguments: dict[int, LayerArguments] = {}  # by microbatch
+        self._entered: dict[int, Backward] = {}  # by microbatch
+        self._forward: Tensor | None = None  # the activation received from the previous stage
+        self._gradient: Tensor | None = None  # the gradient received from the next stage
+        self._losses: list[Tensor] = []
+
+    def run(self, end_tick: Callable[[], None]) -> Tensor:
+        """The sum of the losses. ``end_tick`` is called at the end of each tick."""
+        schedule = self._schedule
+        for t in range(schedule.step_ticks if self._train else schedule.ticks):
+            out = None
+            if t < schedule.ticks:
+                y = self._run_forward(t)
+                out = self._run_loss(y, schedule.leaving(t))
+            if self._train and t >= schedule.stages - 1:
+                self._run_backward(t, out)
+            self._forget(t)
+            end_tick()
+        return torch.stack(self._losses).sum()
+
+    def _call(self, m: int) -> Any:
+        """Call the model on a microbatch; every call draws the same random numbers."""
+        batch, seed = self._batches[m], self._seed
+        with nullcontext() if seed is None else random.seeded(random.mixed(seed, m)):
+            return self._engine.model(*batch.positional, **batch.named)
+
+    def _enter(self, microbatch: int) -> tuple[Tensor, LayerArguments]:
+        """Run the model up to its layers, without gradients; return their input and other arguments."""
+        seen: list[tuple[Tensor, LayerArguments]] = []
+
+        def leave(x: Tensor, arguments: LayerArguments) -> Tensor:
+            seen.append((x, arguments))
+            raise _AtLayers
+
+        with torch.no_grad(), self._engine.layers.instead(leave):
+            try:
+                self._call(microbatch)
+            except _AtLayers:
+                return seen[0]
+        raise ValueError(f"the forward of {type(self._engine.model).__name__} does not call its pipelined layers")
+
+    def _leave(self, microbatch: int, hidden: Tensor) -> tuple[Tensor, Backward]:
+        """The loss for the layers' output ``hidden``, and the backward of the part before the layers."""
+        entered: list[Backward] = []
+
+        def pass_on(x: Tensor, arguments: LayerArguments) -> Tensor:
+            if names := arguments.requiring_grad():
+                raise ValueError(
+                    f"the layers get {names[0]}, which takes a gradient that this engine does not send back: "
+                    "call the model itself, whose PipelinedLayers do, and loss.backward()"
+                )
+            entered.append(Backward(x))
+            return hidden
+
+        with self._engine.layers.instead(pass_on):
+            out = self._call(microbatch)
+        if len(entered) != 1:
+            raise ValueError(
+                f"the forward of {type(self._engine.model).__name__} calls its pipelined layers {len(entered)} "
+                "times, and one microbatch goes through them once"
+            )
+        return loss_of(out, type(self._engine.model).__name__) * self._weight, entered[0]
+
+    @torch.no_grad()
+    def _run_forward(self, t: int) -> Tensor:
+        m = self._schedule.entering(t)
+        if m in self._arguments:  # the bubble at the end, where any activations will do
+            feed = self.inputs[max(self.inputs)]
+        else:
+            feed, self._arguments[m] = self._enter(m)
+        x = feed if self._forward is None or self._pp.size == 1 else where(self._first, feed, self._forward)
+        self.inputs[t] = x
+        y = self._run_stage(x, self._schedule.forward_of(t), check=t == 0)
+        self._forward = self._pp.permute(y, self._ring)
+        return y
+
+    def _run_stage(self, x: Tensor, numbers: list[int], *, check: bool = False) -> Tensor:
+        """The layers' output, with the arguments of one of the microbatches ``numbers``, which are by stage."""
+
+        def arguments() -> LayerArguments:
+            return chosen([self._arguments[m] for m in numbers], self._pp, self._stage.place)
+
+        return self._stage.run(arguments, self._seed, numbers[self._stage.place], check=check)(x)
+
+    def _run_loss(self, y: Tensor, m: int | None) -> Tensor | None:
+        """Compute the loss of the microbatch that the last stage has finished, if any, and return the
+        gradient of its output. All ranks do this, each with its part of the vocabulary."""
+        if m is None:
+            return None
+        hidden = self._pp.broadcast(y, self._pp.size - 1).detach().requires_grad_(self._train)
+        with torch.set_grad_enabled(self._train):
+            loss, entered = self._leave(m, hidden)
+        if self._train:
+            self._entered[m] = entered
+            scaler = self._engine.scaler  # scales alike on all ranks
+            (loss if scaler is None else scaler.scale(loss)).backward()
+        self._losses.append(loss.detach())
+        return hidden.grad if hidden.grad is not None else torch.zeros_like(hidden)
+
+    def _run_backward(self, t: int, out: Tensor | None) -> None:
+        schedule, pp = self._schedule, self._pp
+        x = self._input_of(t).detach().requires_grad_()
+        with torch.enable_grad():
+            y = self._run_stage(x, schedule.backward_of(t))
+        torch.autograd.backward(y, self._gradient_at(t, out))
+        grad = x.grad if x.grad is not None else torch.zeros_like(x)
+        self._gradient = pp.permute(grad, self._back)
+        m = schedule.returned(t)
+        if m is not None:
+            self._entered.pop(m)(pp.broadcast(grad, 0))
+
+    def _input_of(self, t: int) -> Tensor:
+        """This stage's input of the microbatch whose backward it runs at tick ``t``: stage ``r`` ran its
+        forward ``2 (stages - 1 - r)`` ticks ago."""
+        stages, latest = self._pp.size, max(self.inputs)
+        ages = [self.inputs.get(t - 2 * (stages - 1 - r), self.inputs[latest]) for r in range(stages)]
+        if stages == 1:
+            return ages[0]
+        return torch.stack(ages).index_select(0, self._pp.position).squeeze(0)
+
+    def _gradient_at(self, t: int, out: Tensor | None) -> Tensor:
+        """The gradient of this stage's output: from the loss on the last stage, from the next stage on the
+        others, and zero if there is no microbatch for backward."""
+        come = [g for g in (self._gradient, out) if g is not None]
+        grad = come[0] if len(come) == 1 else where(self._last, come[1], come[0])
+        if self._pp.size == 1:
+            return grad
+        m = tick(t - 2 * (self._pp.size - 1), grad) + self._pp.position
+        return where((m >= 0) & (m < self._schedule.microbatches), grad, torch.zeros_like(grad))
+
+    def _forget(self, t: int) -> None:
+        """Drop inputs and arguments that no stage needs at later ticks."""
+        kept = t + 1 - 2 * (self._pp.size - 1) if self._train else t
+        self.inputs = {at: x for at, x in self.inputs.items() if at >= kept}
+        self._arguments = {m: a for m, a in self._arguments.items() if m >= kept - self._pp.size}
 
 
 class PipelineModel:
@@ -64,13 +261,11 @@ class PipelineModel:
         given = {f"argument {i}": value for i, value in enumerate(args)} | kwargs
         layers.compare({name: t for name, t in given.items() if isinstance(t, Tensor)}, "batch")
         batches = microbatches(args, kwargs, count, self.shared, copied=layers.cuts)
-        end_tick = layers.end_program if layers.cuts else _nothing
+        end_tick = layers.end_program if layers.cuts else lambda: None
         end_tick()  # ends the only program that depends on the number of microbatches
         seed = layers.seed()
         weight = 1 / count if self.loss == "mean" else 1.0
-        ends = Ends(self.model, layers, batches, seed, weight, self.scaler)
-        schedule = Schedule(layers.pp.size, count)
-        return Lockstep(layers.stage, ends, layers.pp, schedule, seed, train=train).run(end_tick)
+        return Lockstep(self, batches, seed, weight, train=train).run(end_tick)
 
 
 def pipelined_layers(model: nn.Module, num_microbatches: int) -> PipelinedLayers:
@@ -83,7 +278,3 @@ def pipelined_layers(model: nn.Module, num_microbatches: int) -> PipelinedLayers
         found = [PipelinedLayers(owner.get_submodule(name).children(), num_microbatches)]
         setattr(owner, name, found[0])
     return found[0]
-
-
-def _nothing() -> None:
-    pass

@@ -1,8 +1,16 @@
-"""The schedule of a pipeline: which microbatch each stage runs at each tick."""
+"""Which microbatch a stage runs at each tick, and steps of a tick's program."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...layers.fused import autocast_of
+from ...runtime.context import current, use
 
 
 @dataclass(frozen=True)
@@ -63,3 +71,54 @@ class Schedule:
 
     def _nearest(self, number: int) -> int:
         return min(max(number, 0), self.microbatches - 1)
+
+
+class Recomputed(torch.autograd.Function):
+    """All tensors that require a gradient are inputs, so that hooks and frozen parameters work as usual.
+
+    ``torch.utils.checkpoint`` is not used: its non-reentrant form fails on torch_xla 2.9, which lacks a module
+    ``torch.xla``, and its reentrant form loses the parameters' gradients if the input requires none.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[[Tensor], Tensor], x: Tensor, *others: Tensor) -> Tensor:
+        ctx.run, ctx.others = run, others
+        ctx.autocast = autocast_of(x.device.type)
+        ctx.context = current()  # backward of a device runs in a thread of its own, outside of `use`
+        ctx.save_for_backward(x)
+        return run(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        again = torch.is_grad_enabled()  # this backward is itself differentiated
+        x = x if again else x.detach().requires_grad_(ctx.needs_input_grad[1])
+        wanted = [t for t, needs in zip((x, *ctx.others), ctx.needs_input_grad[1:], strict=True) if needs]
+        with use(ctx.context), torch.enable_grad(), ctx.autocast():
+            y = ctx.run(x)
+        found = iter(torch.autograd.grad(y, wanted, grad, allow_unused=True, create_graph=again))
+        return None, *(next(found) if needs else None for needs in ctx.needs_input_grad[1:])
+
+
+def tick(number: int, like: Tensor) -> Tensor:
+    """``number`` as a one-element tensor, moved to the device so that it is no constant of a program."""
+    return torch.tensor([number]).to(like.device)
+
+
+def where(condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """``torch.where`` by a one-element condition. No product with a mask: zero times infinity is NaN."""
+    return torch.where(condition.view([1] * a.ndim), a, b)
+
+
+class EndProgram(torch.autograd.Function):
+    """The identity; its backward ends a program."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, end: Callable[[], None]) -> Tensor:
+        ctx.end = end
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.end()
+        return grad, None

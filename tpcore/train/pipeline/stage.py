@@ -1,14 +1,151 @@
-"""The layers of one stage as one function."""
+"""The layers of one stage as one function, and their nested arguments, whose tensors are cut into microbatches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
+from ...comm.comm import Comm
 from ...runtime import random
-from .arguments import LayerArguments
+
+_PLAIN = (
+    *(bool, int, float, complex, str, bytes, type(None)),
+    *(torch.dtype, torch.device, torch.memory_format, torch.Size),
+)
+
+
+@dataclass(frozen=True)
+class LayerArguments:
+    """Positional arguments, with their ``names``, and keyword arguments."""
+
+    names: tuple[str, ...]
+    positional: tuple[Any, ...]
+    named: Mapping[str, Any]
+
+    def mapped(self, fn: Callable[[Tensor, str], Any]) -> LayerArguments:
+        """Replace each tensor by ``fn(tensor, name of its argument)``. ValueError for an object that may
+        contain tensors."""
+        positional = tuple(_mapped(v, fn, n) for v, n in zip(self.positional, self.names, strict=False))
+        return LayerArguments(self.names, positional, {n: _mapped(v, fn, n) for n, v in self.named.items()})
+
+    def tensors(self) -> list[Tensor]:
+        found: list[Tensor] = []
+        self.mapped(lambda t, name: found.append(t))
+        return found
+
+    def requiring_grad(self) -> list[str]:
+        """Names of the arguments with tensors that require a gradient."""
+        found: dict[str, None] = {}
+        self.mapped(lambda t, name: found.setdefault(name) if t.requires_grad else None)
+        return list(found)
+
+    def microbatch(self, index: Tensor, count: int, batch: int, shared: Collection[str] | None) -> LayerArguments:
+        """The arguments of microbatch ``index`` of ``count``: its part of tensors whose dim 0 is the batch.
+        The index is a tensor, because it differs by stage."""
+
+        def part(t: Tensor, name: str) -> Tensor:
+            if count == 1 or not t.ndim or t.shape[0] != batch or name in (shared or ()):
+                return t
+            every: Tensor = t.unflatten(0, (count, -1))
+            return every.index_select(0, index).squeeze(0)
+
+        return self.mapped(part)
+
+
+def check_told_apart(arguments: LayerArguments, x: Tensor) -> None:
+    """Raise ValueError if dim 0 of an argument may be either the batch of ``x`` or another dim of it."""
+
+    def check(t: Tensor, name: str) -> None:
+        if t.ndim and t.shape[0] == len(x) and len(x) in x.shape[1:]:
+            raise ValueError(
+                f"the layers get {name} of shape {tuple(t.shape)} beside an input of {tuple(x.shape)}: its "
+                "size does not tell whether it is cut into microbatches. Pass "
+                f"shared=[{name!r}] if every microbatch gets all of it, and shared=[] if not"
+            )
+
+    arguments.mapped(check)
+
+
+def chosen(every: Sequence[LayerArguments], pp: Comm, place: int) -> LayerArguments:
+    """This stage's arguments out of those of ``every`` stage, selected by data. Where their forms differ, as
+    transformers leaves out a mask that masks nothing, data cannot: an eager backend takes the arguments at ``place``;
+    a lazy one would need several programs: ValueError."""
+    first = every[0]
+    plain = [a.mapped(lambda t, name: ...) for a in every]
+    if any(other != plain[0] for other in plain):
+        if pp.eager:
+            return every[place]
+        raise ValueError(
+            "the model calls its layers with other arguments from microbatch to microbatch, beside tensors: "
+            f"{next(other for other in plain if other != plain[0])} and {plain[0]}; all stages run one program"
+        )
+    columns = iter(list(zip(*(a.tensors() for a in every), strict=True)))
+
+    def choose(t: Tensor, name: str) -> Tensor:
+        column = next(columns)
+        if all(other is t for other in column):
+            return t
+        return torch.stack(column).index_select(0, pp.position).squeeze(0)
+
+    return first.mapped(choose)
+
+
+def _mapped(value: Any, fn: Callable[[Tensor, str], Any], name: str) -> Any:
+    def leaf(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return fn(value, name)
+        if isinstance(value, _PLAIN):
+            return value
+        raise ValueError(
+            f"the layers of a pipeline get {name}, a {type(value).__name__}: what it holds cannot go with its "
+            "microbatch. Pass tensors, numbers, strings, and tuples, lists and dicts of these; a transformers "
+            "model makes no cache with use_cache=False"
+        )
+
+    return tree_map(leaf, value)
+
+
+def check_count(number: int) -> int:
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise ValueError(f"num_microbatches must be a whole number, 1 or more, not {number!r}")
+    return number
+
+
+def check_divides(batch: int, count: int) -> int:
+    """``count``. ValueError if it does not divide the batch."""
+    if not batch or batch % count:
+        fit = ", ".join(str(n) for n in range(1, batch + 1) if not batch % n)
+        raise ValueError(
+            f"a batch of {batch} does not divide into num_microbatches={count}: "
+            + (f"{fit} would do" if batch else "it is empty")
+        )
+    return count
+
+
+def microbatches(
+    args: tuple[Any, ...], kwargs: dict[str, Any], count: int, shared: Collection[str], *, copied: bool
+) -> list[LayerArguments]:
+    """Each microbatch's arguments: its part of every tensor whose dim 0 has the size of the first tensor's.
+    ``copied``: in memory of its own, so that one program serves all microbatches."""
+    names = tuple(f"argument {i}" for i in range(len(args)))
+    whole = LayerArguments(names, args, kwargs)
+    batch = next((len(t) for t in whole.tensors() if t.ndim), 0)
+    check_divides(batch, count)
+
+    def part(t: Tensor, name: str, i: int) -> Tensor:
+        if not t.ndim or len(t) != batch or name in shared:
+            return t
+        chunk = t.chunk(count)[i]
+        return chunk.clone() if copied else chunk
+
+    return [whole.mapped(lambda t, name, i=i: part(t, name, i)) for i in range(count)]  # type: ignore[misc]
+
 
 Kept = dict[str, tuple[Tensor, int]]
 
@@ -37,11 +174,8 @@ class StageLayers:
 
         def call(x: Tensor) -> Tensor:
             before = self._kept() if check else {}
-            if seed is None:
+            with nullcontext() if seed is None else random.seeded(random.mixed(seed, microbatch, self.place + 1)):
                 y = self(x, arguments())
-            else:
-                with random.seeded(random.mixed(seed, microbatch, self.place + 1)):
-                    y = self(x, arguments())
             if check:
                 self._check(x, y, before)
             return y
@@ -52,9 +186,8 @@ class StageLayers:
         for name, (t, version) in self._kept().items():
             if name not in before or before[name][0] is not t or before[name][1] != version:
                 raise ValueError(
-                    f"the layers change {name!r} as they run: in a pipeline they also run on what is no "
-                    "microbatch, and again in backward; replace what keeps statistics, such as a BatchNorm, "
-                    "or a loss of its own"
+                    f"the layers change {name!r} as they run: in a pipeline they also run on what is no microbatch, "
+                    "and again in backward; replace what keeps statistics, such as a BatchNorm, or a loss of its own"
                 )
         if y.shape != x.shape or y.dtype != x.dtype:
             raise ValueError(

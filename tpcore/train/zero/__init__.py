@@ -2,7 +2,6 @@
 
 from .chunk import ReadRun
 from .optimizer import Zero1
-from .saved import fitted, renumbered
-from .state import OF_SUMS, SUMS
+from .state import OF_SUMS, SUMS, fitted, renumbered
 
 __all__ = ["OF_SUMS", "SUMS", "ReadRun", "Zero1", "fitted", "renumbered"]

@@ -1,17 +1,21 @@
-"""One rank's chunk of a parameter: the flat local shard is cut over dp into equal chunks, the last padded."""
+"""One rank's chunk of each parameter: the flat local shard is cut over dp into equal ones, the last padded."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...comm.comm import Comm
+from ...comm.transport import CPU, Pending
 from ...layout.slices import Share, narrowed
 from ...runtime.context import current
 from ..clip import Addend, Parts, shares_of
+from ..data_parallel import Bucket, buckets, present_anywhere
 
 ReadRun = Callable[[int, Tensor], None]
 """Fills a flat tensor in host memory with the entries of a stored one from that number on, row by row."""
@@ -40,30 +44,21 @@ class ParameterChunk:
         self.value = nn.Parameter(torch.empty(self.length, dtype=wide, device=parameter.device))
         self._filled = False
 
-    # -- the cut ------------------------------------------------------------------------------------------
     def rows(self, full: Tensor) -> Tensor:
         """A tensor of the parameter's shape as one row for each dp rank."""
         flat, room = full.reshape(-1), self.length * self.dp.size
         return (flat if room == self.numel else F.pad(flat, (0, room - self.numel))).view(self.dp.size, -1)
 
     def cut(self, full: Tensor) -> Tensor:
-        """This rank's entries of a tensor of the parameter's shape."""
-        return self.rows(full).index_select(0, self.dp.position).view(-1)
+        """This rank's entries of a tensor of the parameter's shape, in memory of their own."""
+        # on the host by its index: a lazy device would compile a program for each shape
+        at = self.dp.position if full.device == self.dp.position.device else torch.tensor([current().index(self.dp)])
+        return self.rows(full).index_select(0, at).view(-1)
 
-    @property
-    def _start(self) -> int:
-        """The first of this rank's entries; host-side only."""
-        return current().index(self.dp) * self.length
-
-    def cut_on_host(self, full: Tensor) -> Tensor:
-        """Like ``cut``, for a tensor in host memory: a lazy device would compile a program for each shape."""
-        part = full.reshape(-1)[self._start : self._start + self.length]
-        return F.pad(part, (0, self.length - part.numel())).clone()
-
-    def read_on_host(self, read: ReadRun, dtype: torch.dtype) -> Tensor:
-        """The same for a tensor in a file. Only these entries are read."""
-        out = torch.zeros(self.length, dtype=dtype)
-        read(self._start, out[: max(0, self.numel - self._start)])
+    def read(self, run: ReadRun, dtype: torch.dtype) -> Tensor:
+        """The same of a tensor in a file, in host memory. Only these entries are read."""
+        out, start = torch.zeros(self.length, dtype=dtype), current().index(self.dp) * self.length
+        run(start, out[: max(0, self.numel - start)])
         return out
 
     def whole(self, part: Tensor) -> Tensor:
@@ -71,7 +66,6 @@ class ParameterChunk:
         rows = self.dp.all_gather(part.unsqueeze(0), 0)
         return rows.reshape(-1)[: self.numel].view(self.parameter.shape)
 
-    # -- a step -------------------------------------------------------------------------------------------
     def fill(self) -> None:
         """Set ``value`` from the parameter, which a checkpoint may have changed since the last step. A master value
         stays if it still rounds to the parameter's value."""
@@ -116,7 +110,6 @@ class ParameterChunk:
         if not (self.has_master and self._filled):
             self.value.data = self.value.detach()[:0].clone()
 
-    # -- in buckets ---------------------------------------------------------------------------------------
     @property
     def divisible(self) -> bool:
         """Whether rows are views of the parameter's memory."""
@@ -128,7 +121,6 @@ class ParameterChunk:
         for start in range(0, self.length, step):
             yield ChunkSegment(self, start, min(step, self.length - start))
 
-    # -- the norm -----------------------------------------------------------------------------------------
     def addend(self, p: float) -> Addend:
         """This rank's share of a norm, which is summed over dp afterwards."""
         grad, (comm, shares) = self.value.grad, shares_of(self.parameter)
@@ -163,3 +155,130 @@ class ChunkSegment:
         """This rank's values, in the parameter's dtype."""
         value = self.chunk.value.detach().narrow(0, self.start, self.length)
         return value.to(self.chunk.parameter.dtype)
+
+
+class Accumulation:
+    """With a ``dtype``, sums the gradients of several backwards in it, and frees ``.grad`` at once."""
+
+    def __init__(self, dtype: torch.dtype | None) -> None:
+        self._dtype = dtype
+        self._sums: dict[Tensor, Tensor] = {}
+        self._handles: dict[Tensor, int] = {}
+
+    def watch(self, parameters: Iterable[Tensor]) -> None:
+        """Sum the gradients of these parameters from now on. A move to another device loses the hook: call it again."""
+        for p in parameters if self._dtype is not None else ():
+            hooks = getattr(p, "_post_accumulate_grad_hooks", None) or {}
+            if p.requires_grad and self._handles.get(p) not in hooks:
+                self._handles[p] = p.register_post_accumulate_grad_hook(AddHook(weakref.ref(self))).id
+
+    def add(self, p: Tensor) -> None:
+        if p.grad is None or self._dtype is None:
+            return
+        grad = p.grad.to_dense() if p.grad.is_sparse else p.grad
+        if p in self._sums:
+            self._sums[p].add_(grad)
+        else:
+            self._sums[p] = grad.to(self._dtype, copy=True)
+        p.grad = None
+
+    def of(self, p: Tensor) -> Tensor | None:
+        self.add(p)  # a gradient that was set by hand, or before the hook
+        if p.grad is not None and p.grad.is_sparse:
+            p.grad = p.grad.to_dense()  # the ranks' sparse gradients have different rows
+        return self._sums.get(p, p.grad)
+
+    def dtype_of(self, p: Tensor) -> torch.dtype:
+        return self._dtype or p.dtype
+
+    def drop(self, p: Tensor) -> None:
+        self._sums.pop(p, None)
+        p.grad = None
+
+
+class AddHook:
+    """A parameter's hook after a gradient is accumulated. It keeps no optimizer alive."""
+
+    def __init__(self, sums: weakref.ref[Accumulation]) -> None:
+        self._sums = sums
+
+    def __call__(self, p: Tensor) -> None:
+        sums = self._sums()
+        if sums is not None:
+            sums.add(p)
+
+    def __deepcopy__(self, memo: object) -> AddHook:
+        return AddHook(self._sums)
+
+
+Segments = list[ChunkSegment]
+
+
+def in_buckets(
+    chunks: Iterable[ParameterChunk], dtype_of: Callable[[Tensor], torch.dtype], most: int
+) -> Iterable[Segments]:
+    """Buckets of segments of the chunks. ``dtype_of``: the dtype to send for a parameter."""
+
+    def kind(segment: ChunkSegment) -> tuple[Comm, torch.dtype]:
+        return segment.chunk.dp, dtype_of(segment.chunk.parameter)
+
+    segments = (s for chunk in chunks for s in chunk.segments(dtype_of(chunk.parameter).itemsize, most))
+    return buckets(segments, kind, lambda s: s.length * s.chunk.dp.size * kind(s)[1].itemsize, most)
+
+
+class Reduction:
+    """Takes the mean of ``gradients`` over ``dp``. ``most``: bytes in one bucket."""
+
+    def __init__(self, gradients: Accumulation, dp: Comm, most: int) -> None:
+        self._gradients, self._dp, self._most = gradients, dp, most
+        self._stepped: set[ParameterChunk] = set()
+
+    def buckets(self, chunks: Sequence[ParameterChunk]) -> list[Bucket]:
+        """The buckets that a collective reduces, in the order in which backward ends them."""
+        last_first = [chunk for chunk in reversed(chunks) if chunk.dp.size > 1]
+        place = {chunk: i for i, chunk in enumerate(last_first)}
+        made = in_buckets(last_first, self._gradients.dtype_of, self._most)
+        return [
+            Bucket(
+                [*dict.fromkeys(s.chunk.parameter for s in some)],
+                self._gradients.of,
+                partial(self._begin, some),
+                partial(self._put, some),
+            )
+            for some in sorted(made, key=lambda some: place[some[-1].chunk])
+        ]
+
+    def run(self, chunks: Sequence[ParameterChunk], under_way: Sequence[Bucket]) -> list[ParameterChunk]:
+        """Give ``chunks`` their gradients, and free those of the parameters. ``under_way``: buckets that are started.
+        Returns the chunks that have a gradient on any dp rank, filled with their values."""
+        device = chunks[0].parameter.device if chunks else CPU
+        has = [self._gradients.of(chunk.parameter) is not None for chunk in chunks]
+        has += [bucket.changed() for bucket in under_way]
+        anywhere = present_anywhere(has, self._dp, device)
+        stepped = [chunk for chunk, somewhere in zip(chunks, anywhere, strict=False) if somewhere]
+        self._stepped = set(stepped)
+        for chunk in stepped:
+            chunk.fill()
+        for bucket, again in zip(under_way, anywhere[len(chunks) :], strict=True):
+            bucket.finish(again)
+        done = {p for bucket in under_way for p in bucket.parameters}
+        late = [chunk for chunk in reversed(stepped) if chunk.parameter not in done]
+        for some in in_buckets(late, self._gradients.dtype_of, self._most):
+            self._put(some, self._begin(some)())
+        return stepped
+
+    def _begin(self, some: Segments) -> Pending:
+        rows = torch.cat([s.of_rows(self._gradient(s.chunk.parameter)) for s in some], 1)
+        return some[0].chunk.dp.start_reduce_scatter(rows.div_(self._dp.size), 0, donate=True)
+
+    def _put(self, some: Segments, rows: Tensor) -> None:
+        for segment, part in zip(some, rows.view(-1).split([s.length for s in some]), strict=True):
+            if segment.chunk in self._stepped:  # a bucket under way has zeros for the others
+                segment.chunk.take_gradient(segment.start, part)
+            if segment.last:
+                self._gradients.drop(segment.chunk.parameter)
+
+    def _gradient(self, p: Tensor) -> Tensor:
+        """The gradient of ``p``; zeros if only another dp rank has one."""
+        found = self._gradients.of(p)
+        return torch.zeros_like(p, dtype=self._gradients.dtype_of(p)) if found is None else found

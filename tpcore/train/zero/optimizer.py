@@ -5,22 +5,18 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
 from ...runtime.context import current
-from ..clip import norm_of
-from ..data_parallel import present_anywhere
-from ..overlap import Bucket, overlap_of
-from ..parameters import check_parameters, check_same_over_dp, data_comm, named_of, names_of
-from ..replaced import check_not_replaced
-from .accumulation import Accumulation
-from .chunk import ParameterChunk, ReadRun, kind_of
+from ..clip import norm_of, scale_to
+from ..data_parallel import Bucket, overlap_of, present_anywhere
+from ..parameters import check_not_replaced, check_parameters, check_same_over_dp, data_comm, named_of, names_of
+from .chunk import Accumulation, ParameterChunk, ReadRun, Reduction, in_buckets, kind_of
 from .elementwise import check_elementwise
-from .reduction import Reduction, in_buckets
-from .saved import check_kind, renumbered
-from .state import IN_STEP, MASTER, Outline, entries_of, outline_of
+from .state import IN_STEP, MASTER, Outline, check_kind, entries_of, outline_of, renumbered
 
 
 class Zero1(torch.optim.Optimizer):
@@ -41,8 +37,8 @@ class Zero1(torch.optim.Optimizer):
 
     The base optimizer is made at the first step, so that the model may be cut, moved or loaded before. Step with
     ``tpcore.optimizer_step``, which can clip and skip; ``step()`` does neither. The constructor and all methods that
-    move tensors are collective over dp. Raises ValueError for an optimizer that mixes entries, for a parameter given
-    twice, built under another context, cut by torch's own parallelism or over dp.
+    move tensors are collective over dp. ValueError for an optimizer that mixes entries, for a parameter given twice,
+    built under another context, cut by torch's own parallelism or over dp.
     """
 
     grad_norm: Tensor | None = None
@@ -72,12 +68,12 @@ class Zero1(torch.optim.Optimizer):
         self._base: torch.optim.Optimizer | None = None
         self._chunks: dict[Tensor, ParameterChunk] = {}
         self._new: list[ParameterChunk] = []  # which the base optimizer may not have seen
-        self._in_use = False  # whether a step has found the parameters in use
         # the chunks with a gradient, between the mean and the step
         self._stepped: list[ParameterChunk] | None = None
         # on the CPU, whatever the default device: only its defaults are used
         like = optimizer_class([nn.Parameter(torch.zeros(1, device="cpu"))], **options)
         super().__init__(params, like.defaults)
+        current().steppers.append(ref(self))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         params, names = named_of(param_group)
@@ -86,7 +82,6 @@ class Zero1(torch.optim.Optimizer):
         super().add_param_group(param_group)
         self._gradients.watch(params)
 
-    # -- the base optimizer over the chunks ---------------------------------------------------------------
     @property
     def _parameters(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
@@ -121,13 +116,11 @@ class Zero1(torch.optim.Optimizer):
         new = [p for p, chunk in self._chunks.items() if chunk.kind != kind_of(p)]
         if new and self.state:
             raise ValueError(
-                f"a parameter of {self._chunks[new[0]].kind} is one of {kind_of(new[0])} now, and the "
-                "optimizer has its state: cut, move and convert the model before the first step, or make the "
-                "optimizer anew"
+                f"a parameter of {self._chunks[new[0]].kind} is one of {kind_of(new[0])} now, and the optimizer has "
+                "its state: cut, move and convert the model before the first step, or make the optimizer anew"
             )
         return bool(new)
 
-    # -- a step -------------------------------------------------------------------------------------------
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, also a mean that no step has used. Gradients are always set to None."""
         for p in self._parameters:
@@ -141,14 +134,12 @@ class Zero1(torch.optim.Optimizer):
         if self._stepped is not None:
             return
         self.base()
-        self._stepped = self._reduction.run(self._reduced_chunks(), overlap_of(self).take(), self._check_in_use)
+        stepped = self._reduction.run(self._reduced_chunks(), overlap_of(self).take())
+        if not stepped:
+            check_not_replaced(self.param_groups)
+        self._stepped = stepped
         for p in self._parameters:
             self._gradients.drop(p)  # also of parameters without entries
-
-    def _check_in_use(self, stepped: list[ParameterChunk]) -> None:
-        if not self._in_use:
-            check_not_replaced(self.param_groups, {chunk.parameter for chunk in stepped})
-        self._in_use = True
 
     def buckets(self) -> list[Bucket]:
         """The buckets of gradients that ``overlap_grad_reduce`` starts."""
@@ -178,6 +169,24 @@ class Zero1(torch.optim.Optimizer):
         comms = sorted({chunk.dp for chunk in chunks} | {self._dp}, key=lambda comm: comm.group.axes)
         norms = [norm_of([chunk.addend(p) for chunk in chunks if chunk.dp is dp], p, device, dp) for dp in comms]
         return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), p)
+
+    @property
+    def averaged(self) -> set[Tensor]:
+        """The parameters of whose gradients a step takes the mean of several ranks, and any others that it trains."""
+        trained = {p for p in self._parameters if p.requires_grad}
+        return trained if any(data_comm(p).size > 1 for p in trained) else set()
+
+    @property
+    def scaled(self) -> Any:
+        """What a GradScaler takes for the optimizer: the groups of chunks with their gradients, and the step."""
+        return _Scaled(self)
+
+    def clip(self, max_norm: float, p: float) -> Tensor:
+        """``clip_grad_norm`` of the mean gradients, which it takes."""
+        self.reduce_gradients()
+        norm = self.norm(p)
+        scale_to(self.gradients(), norm, max_norm)
+        return norm
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -213,7 +222,6 @@ class Zero1(torch.optim.Optimizer):
             chunk.free()
         self._stepped = None
 
-    # -- state --------------------------------------------------------------------------------------------
     def _show_state(self, base: torch.optim.Optimizer) -> None:
         """Set ``state``, by this optimizer's own parameters, to this rank's chunks and master values."""
         self.state = defaultdict(dict)
@@ -256,8 +264,8 @@ class Zero1(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_outline(self, outline: dict[str, Any], runs: Mapping[int, ReadRun]) -> None:
-        """Like ``load_state_dict``, but reads the values of tensors on meta now: each rank its entries, one
-        tensor after the other. ``runs``: the reader of each, by ``id``."""
+        """Like ``load_state_dict``, but reads the values of tensors on meta now: each rank its entries. ``runs``: the
+        reader of each, by ``id``."""
         base = self.base()
         saved = renumbered(outline, self.param_groups, {})
         check_kind(self._class, self.defaults, saved, self._parameters)
@@ -269,9 +277,7 @@ class Zero1(torch.optim.Optimizer):
         self._show_state(base)
 
 
-class Scaled:
-    """A Zero1 as a GradScaler sees it: the groups of chunks with their gradients, and the step."""
-
+class _Scaled:
     def __init__(self, optimizer: Zero1) -> None:
         self.step = optimizer.step
         self._base = optimizer.base

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial, wraps
+from functools import partial, update_wrapper
 from typing import Any, Concatenate, ParamSpec
 
 import torch
@@ -93,12 +93,12 @@ def check(
 ) -> Callable[Concatenate[ParallelContext, Arguments], Wrong]:
     """A check of (ctx, ...), made of one that writes to a ``RankCheck``."""
 
-    @wraps(body)
-    def run(ctx: ParallelContext, *args: Arguments.args, **named: Arguments.kwargs) -> Wrong:
+    def run(ctx: ParallelContext, /, *args: Arguments.args, **named: Arguments.kwargs) -> Wrong:
         own = RankCheck(ctx)
         body(own, *args, **named)
         return own.found
 
+    update_wrapper(run, body)
     return run
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial, wraps
+from functools import partial, update_wrapper
 from typing import Any, Concatenate, ParamSpec
 
 import torch
@@ -42,7 +42,7 @@ class Wrong(list[str]):
             self.error, self.allowed = error, allowed
 
 
-class Trial:
+class RankCheck:
     """A check on this rank: its group, over tp unless another is given, and what it has ``found``."""
 
     def __init__(self, ctx: ParallelContext, comm: Comm | None = None, found: Wrong | None = None) -> None:
@@ -89,16 +89,16 @@ class Trial:
 
 
 def check(
-    body: Callable[Concatenate[Trial, Arguments], None],
+    body: Callable[Concatenate[RankCheck, Arguments], None],
 ) -> Callable[Concatenate[ParallelContext, Arguments], Wrong]:
-    """A check of (ctx, ...), made of one that writes to a ``Trial``."""
+    """A check of (ctx, ...), made of one that writes to a ``RankCheck``."""
 
-    @wraps(body)
-    def run(ctx: ParallelContext, *args: Arguments.args, **named: Arguments.kwargs) -> Wrong:
-        trial = Trial(ctx)
-        body(trial, *args, **named)
-        return trial.found
+    def run(ctx: ParallelContext, /, *args: Arguments.args, **named: Arguments.kwargs) -> Wrong:
+        own = RankCheck(ctx)
+        body(own, *args, **named)
+        return own.found
 
+    update_wrapper(run, body)
     return run
 
 
@@ -198,7 +198,7 @@ def differs(got: Tensor, want: Tensor) -> str:
 
 
 @check
-def joined(t: Trial) -> None:
+def joined(t: RankCheck) -> None:
     """A failure is in ``start`` or in making a Transport: rank, size, members, device."""
     ctx, comm = t.ctx, t.comm
     kind, index = (comm.position.dtype, tuple(comm.position.shape)), ctx.coord("tp")
@@ -217,7 +217,7 @@ def shapes(n: int) -> tuple[tuple[int, ...], ...]:
 
 
 @check
-def right_values(t: Trial, primitive: str, dtype: torch.dtype) -> None:
+def right_values(t: RankCheck, primitive: str, dtype: torch.dtype) -> None:
     """A failure is in the result of this primitive for some dim or dtype, one that is declared as moved too."""
     for shape in shapes(t.size):
         t.only(primitive, partial(values, shape, dtype=dtype), f"{dtype} {shape}")
@@ -226,14 +226,14 @@ def right_values(t: Trial, primitive: str, dtype: torch.dtype) -> None:
 
 
 @check
-def empty(t: Trial, primitive: str) -> None:
+def empty(t: RankCheck, primitive: str) -> None:
     """A failure is in how this primitive treats tensors without elements."""
     for dtype, shape in itertools.product(t.dtypes, ((0, t.k), (t.k, 0))):
         t.only(primitive, partial(values, shape, dtype=dtype), f"{dtype} {shape}")
 
 
 @check
-def overlapped(t: Trial) -> None:
+def overlapped(t: RankCheck) -> None:
     """A failure is in a method that starts: results mixed up between several under way, which ranks wait for in
     different orders."""
     comm, n, me = t.comm, t.size, t.comm.position.float()  # a tensor: one program for all ranks of a compiling backend
@@ -249,7 +249,7 @@ def overlapped(t: Trial) -> None:
 
 
 @check
-def groups(t: Trial, primitive: str) -> None:
+def groups(t: RankCheck, primitive: str) -> None:
     """A failure is in ``connect``: the ranks of a group, or their order. Groups are of one axis, of several in either
     order, of a part of them, of the world."""
     ctx, axes = t.ctx, tuple(t.ctx.mesh.axes)
@@ -261,7 +261,7 @@ def groups(t: Trial, primitive: str) -> None:
         if comm.size == 1:
             continue
         members = ctx.mesh.group(*names, within=within).members(ctx.rank)
-        of = Trial(ctx, comm, t.found)
+        of = RankCheck(ctx, comm, t.found)
         if of.size != len(members) or members[of.me] != ctx.rank:
             t.found.append(f"rank {ctx.rank} is at {of.me} of {of.size} in {names} group {members}")
             continue
@@ -269,7 +269,7 @@ def groups(t: Trial, primitive: str) -> None:
 
 
 @check
-def mixed(t: Trial) -> None:
+def mixed(t: RankCheck) -> None:
     """A failure is in state that one collective leaves for another, of another kind and size."""
     for i in range(24):
         every = [values((t.k, 4 + i % 5), p + i, torch.float32) for p in range(t.size)]
@@ -277,7 +277,7 @@ def mixed(t: Trial) -> None:
 
 
 @check
-def many(t: Trial, method: str, count: int) -> None:
+def many(t: RankCheck, method: str, count: int) -> None:
     """A failure is in state that one small call of ``count`` leaves for the next: a counter, a ring of buffers."""
     if not t.comm.eager:
         return

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...comm.transport import PRIMITIVES, Pending
 from ...runtime.context import ParallelContext
-from .collectives import Trial, Wrong, check, divides
+from .collectives import RankCheck, Wrong, check, divides
 from .samples import values, wide
 
 LARGE = (4_097, 1 << 14, (1 << 14) + 3, 1 << 22)
@@ -22,7 +22,7 @@ MOST = (1 << 18) + 1
 
 
 @check
-def large(t: Trial, primitive: str, sizes: Sequence[int]) -> None:
+def large(t: RankCheck, primitive: str, sizes: Sequence[int]) -> None:
     """A failure is in how this primitive splits large data, or sends before it receives."""
     for n in [n + -n % t.size for n in sizes if t.size == 2 or n < LARGE[-1]]:
         for note, every in _forms(t, primitive, n):
@@ -33,7 +33,7 @@ def large(t: Trial, primitive: str, sizes: Sequence[int]) -> None:
                     t.same(f"the input of {primitive} {how} of {note}", x, every[t.me])
 
 
-def _forms(t: Trial, primitive: str, n: int) -> Iterator[tuple[str, list[Tensor]]]:
+def _forms(t: RankCheck, primitive: str, n: int) -> Iterator[tuple[str, list[Tensor]]]:
     """``n`` elements of float32; where that is fast also of other item sizes, as a matrix, and as a transposed one."""
     yield f"{n} elements", t.every(lambda p: wide((n,), p, torch.float32, t.size))
     if not t.comm.eager or n >= LARGE[-1]:
@@ -48,7 +48,7 @@ def _forms(t: Trial, primitive: str, n: int) -> Iterator[tuple[str, list[Tensor]
 
 
 @check
-def without_dims(t: Trial, primitive: str) -> None:
+def without_dims(t: RankCheck, primitive: str) -> None:
     """A failure is in the shape or dtype of the result for a tensor without dims."""
     known = PRIMITIVES.get(primitive)
     if known is None or not {"dim", "split_dim"} & known.arguments.keys():
@@ -62,7 +62,7 @@ def _scalar(dtype: torch.dtype, position: int) -> Tensor:
 
 
 @check
-def odd_values(t: Trial, primitive: str, loses: Sequence[str] = ()) -> None:
+def odd_values(t: RankCheck, primitive: str, loses: Sequence[str] = ()) -> None:
     """A failure is in this primitive's result for NaN, infinity, denormal or negative numbers: a maximum with NaN is
     NaN, a sum out of range infinite. Except what the backend ``loses``."""
     nan, inf, zero = float("nan"), float("inf"), 0.0 if "the sign of zero" in loses else -0.0
@@ -86,7 +86,7 @@ def odd_values(t: Trial, primitive: str, loses: Sequence[str] = ()) -> None:
         _odd_sums(t, primitive, [huge] * t.size, f"the largest numbers of {dtype}")
 
 
-def _odd_sums(t: Trial, primitive: str, every: list[Tensor], note: str) -> None:
+def _odd_sums(t: RankCheck, primitive: str, every: list[Tensor], note: str) -> None:
     """As ``only``, but a computed NaN may have any bits."""
     for how, call, want in t.calls(primitive, every):
         got = call(t.mine(every)).cpu()
@@ -95,7 +95,7 @@ def _odd_sums(t: Trial, primitive: str, every: list[Tensor], note: str) -> None:
 
 
 @check
-def precise(t: Trial, dtype: torch.dtype) -> None:
+def precise(t: RankCheck, dtype: torch.dtype) -> None:
     """A failure is in the dtype of a sum, which rounds once for each addend, up as often as down. Maxima and integers
     are exact, and calls repeat bit for bit."""
     for n in [n + -n % t.size for n in ((8, 1024, 5_000) if t.comm.eager else (1024,))]:
@@ -113,7 +113,7 @@ def _some(n: int, position: int, dtype: torch.dtype, size: int) -> Tensor:
     return torch.randint(top - min(top, 1000), top, (n,), generator=g, dtype=torch.int64).to(dtype)
 
 
-def _sums(t: Trial, every: list[Tensor], note: str) -> None:
+def _sums(t: RankCheck, every: list[Tensor], note: str) -> None:
     comm, stack, dtype = t.comm, torch.stack(every), every[0].dtype
     x, mine = t.mine(every), slice(None)
     sums: dict[str, tuple[Callable[[], Tensor], slice]] = {"all_reduce": (lambda: comm.all_reduce(x), mine)}
@@ -139,7 +139,7 @@ def _sums(t: Trial, every: list[Tensor], note: str) -> None:
 
 
 @check
-def started(t: Trial) -> None:
+def started(t: RankCheck) -> None:
     """A failure is in when a method that starts reads its input, or in a second wait."""
     n, ring = t.size, [*range(1, t.size), 0]
     for dtype, length in product([d for d in t.dtypes if d is not torch.bool], (8, 100_000)):
@@ -171,7 +171,7 @@ def full_float32(ctx: ParallelContext) -> Wrong:
 
 
 @check
-def interleaved(t: Trial) -> None:
+def interleaved(t: RankCheck) -> None:
     """A failure is in state that groups share while reductions are under way in several."""
     ctx = t.ctx
     comms = [ctx.comm(a) for a, n in ctx.mesh.axes.items() if n > 1] + [ctx.comm(*ctx.mesh.axes)]
@@ -187,7 +187,7 @@ def interleaved(t: Trial) -> None:
             t.same(f"all-reduce over {comms[i].group.axes} between others", wait(), want)
 
 
-def _sizes(t: Trial, most: int) -> list[int]:
+def _sizes(t: RankCheck, most: int) -> list[int]:
     """Numbers of elements up to ``most``: the least, and those about the group's size, about powers of two and, for
     groups of two, where it is fast, about 1 MiB. One alone on a lazy backend, which compiles a program for each."""
     if not t.comm.eager:
@@ -198,7 +198,7 @@ def _sizes(t: Trial, most: int) -> list[int]:
 
 
 @check
-def owned(t: Trial, primitive: str, most: int) -> None:
+def owned(t: RankCheck, primitive: str, most: int) -> None:
     """A failure is in what this primitive keeps, or returns for a copy, from some size on: the caller changes its input
     after the call, the next one sends what it has then, and who writes to a result changes no other."""
     for n in _sizes(t, most):
@@ -216,7 +216,7 @@ def owned(t: Trial, primitive: str, most: int) -> None:
 
 
 @check
-def same_bits(t: Trial, most: int) -> None:
+def same_bits(t: RankCheck, most: int) -> None:
     """A failure is in the order of a sum, or a maximum of zeros: every rank has the same bits, at every size."""
     for dtype in [d for d in t.dtypes if d.is_floating_point]:
         for n in _sizes(t, most) if dtype is torch.float32 else [min(257, most)]:

@@ -12,14 +12,14 @@ from itertools import pairwise, product
 import torch
 from torch import Tensor
 
-from .collectives import PRIMITIVES, Trial, calls, check, shapes
+from .collectives import PRIMITIVES, RankCheck, calls, check, shapes
 from .samples import values
 
 floats = partial(values, dtype=torch.float32)
 
 
 @check
-def strided(t: Trial, primitive: str) -> None:
+def strided(t: RankCheck, primitive: str) -> None:
     """A failure is in how this primitive reads an input that is transposed and has gaps between its elements."""
     shape = shapes(t.size)[2]
     every = t.every(lambda p: floats(shape, p).transpose(0, 2)[:, ::2])
@@ -30,7 +30,7 @@ def strided(t: Trial, primitive: str) -> None:
         t.same(f"what is between the elements of the input of {primitive} {how}", whole[:, 1::2], between)
 
 
-def _inputs(t: Trial) -> Iterator[tuple[str, list[Tensor]]]:
+def _inputs(t: RankCheck) -> Iterator[tuple[str, list[Tensor]]]:
     """Tensors of all members; lazy backends, which compile a program for each, get the first alone."""
     every = t.every(partial(floats, shapes(t.size)[2]))
     yield "", every
@@ -41,7 +41,7 @@ def _inputs(t: Trial) -> Iterator[tuple[str, list[Tensor]]]:
 
 
 @check
-def memory(t: Trial, primitive: str) -> None:
+def memory(t: RankCheck, primitive: str) -> None:
     """A failure is in this primitive's use of memory: its input stays unchanged; its output is contiguous, new, outside
     of autograd, and stays valid."""
     donated = "donate" in primitive
@@ -63,7 +63,7 @@ def memory(t: Trial, primitive: str) -> None:
 
 
 @check
-def donated(t: Trial) -> None:
+def donated(t: RankCheck) -> None:
     """A failure is in what is written to memory that the caller has given away: it ends where the tensor ends, and not
     where its storage does."""
     for n in (8, 5_000):
@@ -74,7 +74,7 @@ def donated(t: Trial) -> None:
 
 
 @check
-def odd_memory(t: Trial, primitive: str) -> None:
+def odd_memory(t: RankCheck, primitive: str) -> None:
     """A failure is in how this primitive reads its input: a storage offset, or strides of 0."""
 
     def placed(x: Tensor) -> Tensor:  # a copy to a device must not lose the strides
@@ -86,7 +86,7 @@ def odd_memory(t: Trial, primitive: str) -> None:
 
 
 @check
-def again(t: Trial, primitive: str) -> None:
+def again(t: RankCheck, primitive: str) -> None:
     """A failure is in data that is reused for similar calls, with other values, shapes, dtypes or strides: buffers,
     views, plans."""
     k, kept = t.k, []
@@ -107,7 +107,7 @@ def again(t: Trial, primitive: str) -> None:
 
 
 @check
-def any_mode(t: Trial, primitive: str) -> None:
+def any_mode(t: RankCheck, primitive: str) -> None:
     """A failure is in memory that is made under ``inference_mode`` and used outside, or the reverse."""
     for inside, times in ((True, 3), (False, 3), (True, 3), (False, 5), (True, 5)):
         every = t.every(partial(floats, (t.k, times * t.k)))
@@ -120,7 +120,7 @@ def any_mode(t: Trial, primitive: str) -> None:
 
 
 @check
-def freed(t: Trial) -> None:
+def freed(t: RankCheck) -> None:
     """A failure is in memory that stays in use after its result is dropped: any of large ones, half a kilobyte of a
     small call."""
     if t.ctx.device.type != "cpu" or not t.comm.eager or _allocated() is None:

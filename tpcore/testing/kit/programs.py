@@ -20,7 +20,7 @@ from ...errors import BackendError
 from ...layout.shard import ShardSpec
 from ...runtime.consensus import gather_bytes
 from ...runtime.context import ParallelContext
-from .collectives import Trial, check
+from .collectives import RankCheck, check
 from .training import LENGTH, VOCAB, Bert, sharded_bert
 
 NEAR = 2e-5
@@ -28,7 +28,7 @@ NEAR = 2e-5
 
 
 @check
-def random_streams(t: Trial) -> None:
+def random_streams(t: RankCheck) -> None:
     """A failure is in ``manual_seed``, ``get_rng_state`` or ``set_rng_state``: replicated draws are equal over tp,
     sharded draws differ, and a restored state repeats both."""
     tpcore.random.manual_seed(11)
@@ -72,7 +72,7 @@ def _shared_folder(ctx: ParallelContext) -> Iterator[Path]:
 
 
 @check
-def checkpoint_round_trip(t: Trial) -> None:
+def checkpoint_round_trip(t: RankCheck) -> None:
     """A failure is in gathering bytes, or in ``device``: loaded values differ from the saved ones."""
     net, other = (sharded_bert(t.ctx) for _ in range(2))
     with torch.no_grad():
@@ -115,7 +115,7 @@ class _Example:
 
 
 @check
-def traced_program(t: Trial) -> None:
+def traced_program(t: RankCheck) -> None:
     """A failure is in ``trace`` or ``load_program``: other weights, values and, where declared, sizes, what later calls
     do to earlier outputs, not refusing a model that needs a program for each rank; without declared tracing, in not
     refusing it."""
@@ -133,7 +133,7 @@ def traced_program(t: Trial) -> None:
             _refused(t, example, example.ranks_differ, folder / "refused", "a model that reads the rank in Python")
 
 
-def _refused(t: Trial, example: _Example, fn: Function, folder: Path, what: str) -> None:
+def _refused(t: RankCheck, example: _Example, fn: Function, folder: Path, what: str) -> None:
     try:
         example.trace(fn, folder)
     except BackendError:
@@ -141,7 +141,7 @@ def _refused(t: Trial, example: _Example, fn: Function, folder: Path, what: str)
     t.expect(False, f"{what} was not refused")
 
 
-def _measure_program(t: Trial, example: _Example, folder: Path) -> None:
+def _measure_program(t: RankCheck, example: _Example, folder: Path) -> None:
     """Compare the program in ``folder`` with the plain network."""
     weights = {name: x.detach().clone() for name, x in example.net.state_dict().items()}
     program = t.ctx.backend.load_program(folder, weights)

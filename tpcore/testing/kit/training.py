@@ -18,7 +18,7 @@ from ...comm.wrapper import DelegatingTransport
 from ...layers.sharding import layouts
 from ...layout.mesh import Mesh
 from ...runtime.context import ParallelContext
-from .collectives import Trial, check, shapes
+from .collectives import RankCheck, check, shapes
 from .samples import multiple
 
 Kind = Literal["replicated", "parts"]
@@ -37,7 +37,7 @@ STEPS, RATE, MAX_NORM = 2, 0.5, 1.0
 
 
 @check
-def transpose_law(t: Trial, name: str) -> None:
+def transpose_law(t: RankCheck, name: str) -> None:
     """A failure here alone is in collectives made during backward: <f(x), y> == <x, f_T(y)>, replicated values once."""
     fn, source, target = MAPPINGS[name]
     x = _whole_numbers(t, shapes(t.size)[1], 1, source).requires_grad_()
@@ -51,7 +51,7 @@ def transpose_law(t: Trial, name: str) -> None:
 
 
 @check
-def primitive_law(t: Trial, name: str) -> None:
+def primitive_law(t: RankCheck, name: str) -> None:
     """A failure here alone is in state that a primitive leaves for its transpose: <f(x), y> == <x, f_T(y)>."""
     primitive, n = PRIMITIVES[name], t.size
     values = {"dim": 1, "src": n - 1, "op": "sum", "donate": False, "split_dim": 1, "concat_dim": 0}
@@ -63,17 +63,17 @@ def primitive_law(t: Trial, name: str) -> None:
     _equal(t, name, _inner(t, out, y), _inner(t, x, primitive.transpose(t.comm, y, *arguments.values())))
 
 
-def _whole_numbers(t: Trial, shape: Sequence[int], seed: int, kind: Kind = "parts") -> Tensor:
+def _whole_numbers(t: RankCheck, shape: Sequence[int], seed: int, kind: Kind = "parts") -> Tensor:
     generator = torch.Generator().manual_seed(seed + 100 * (t.me + 1) * (kind == "parts"))
     return torch.randint(-8, 9, tuple(shape), generator=generator).float().to(t.ctx.device)
 
 
-def _inner(t: Trial, a: Tensor, b: Tensor, kind: Kind = "parts") -> float:
+def _inner(t: RankCheck, a: Tensor, b: Tensor, kind: Kind = "parts") -> float:
     mine = (a * b).sum().reshape(1)
     return float(mine if kind == "replicated" else t.comm.all_reduce(mine))
 
 
-def _equal(t: Trial, name: str, left: float, right: float) -> None:
+def _equal(t: RankCheck, name: str, left: float, right: float) -> None:
     t.expect(left == right, f"{name}: <f(x), y> is {left} and <x, f_T(y)> is {right}")
 
 
@@ -156,13 +156,13 @@ class Least(DelegatingTransport):
 
 
 @check
-def training_steps(t: Trial) -> None:
+def training_steps(t: RankCheck) -> None:
     """A failure here alone is in dp combined with tp: mean of gradients, clipping, the step."""
     _equal_steps(t, "", _backward)
 
 
 @check
-def pipeline_steps(t: Trial) -> None:
+def pipeline_steps(t: RankCheck) -> None:
     """A failure here alone is in pp combined with tp: ``permute``, or its default, in backward or between layers."""
     pp = t.ctx.comm("pp")
 
@@ -181,7 +181,7 @@ def _backward(model: Bert, ids: Tensor) -> Tensor:
     return loss.detach()
 
 
-def _equal_steps(t: Trial, how: str, run: Callable[[Bert, Tensor], Tensor]) -> None:
+def _equal_steps(t: RankCheck, how: str, run: Callable[[Bert, Tensor], Tensor]) -> None:
     """Two steps of SGD with clipping equal the plain model's in float64. Allowed is eight times its own error in
     float32, or eight roundings of the largest number or step."""
     ctx = t.ctx

@@ -13,6 +13,8 @@ with ``A`` the same expression over absolute values. Where A is 0 (padding), the
 
 from __future__ import annotations
 
+from itertools import zip_longest
+
 from ...runtime.context import ParallelContext
 from ..kit.collectives import Wrong
 from .attention import QKV
@@ -54,7 +56,7 @@ def findings_of(ctx: ParallelContext, case: Case) -> Wrong:
 
 
 def report(results: list[list[str]], failure: str = "") -> None:
-    """Raise AssertionError with the findings of all ranks, if there are any."""
-    found = [message for rank in results for message in rank]
+    """Raise AssertionError with the findings of all ranks, if there are any: of each in turn."""
+    found = [message for several in zip_longest(*results) for message in several if message is not None]
     if found:
         raise AssertionError(f"{failure}\n{len(found)} findings, the first of them:\n".lstrip() + "\n".join(found[:12]))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ...comm.parts import plain as materialized
 from ...layout.shard import ShardSpec
 from ...runtime.context import ParallelContext
-from ..kit.collectives import Trial
+from ..kit.collectives import RankCheck
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 GARBAGE = 7.0  # the value in padding, which must not count
@@ -103,7 +103,7 @@ class Reference:
         self.outs = [out.detach() for out in outs]
 
 
-class Cell(Trial):
+class Cell(RankCheck):
     """One case on this rank: its parts of full tensors, and their comparisons. Values are read together at the end, so
     that a lazy backend runs one program for the whole case."""
 

@@ -67,11 +67,13 @@ def _compare_weight(c: Cell, layer: tpcore.ParallelEmbedding, exact: nn.Embeddin
     grads = [grad_of(p) for p in (layer.weight, exact.weight)]
     got, dense = (g.to_dense() if g.is_sparse else g for g in grads)
     c.expect(grads[0].is_sparse == (c.case.mode == "sparse"), "the gradient is sparse, or is not")
-    c.close("weight grad", got, *(c.shard_of(layer, "weight", t) for t in (dense, bound)))
+    want, allowed = (c.shard_of(layer, "weight", t) for t in (dense, bound))
+    c.close("weight grad", got, want, allowed)
     if c.case.mode == "max_norm":
         now = exact.weight.detach()
-        allowed = now.abs() * (2 * exact.embedding_dim + 8) * unit(c.dtype)
-        c.close("weight after", layer.weight, *(c.shard_of(layer, "weight", t) for t in (now, allowed)))
+        bound = now.abs() * (2 * exact.embedding_dim + 8) * unit(c.dtype)
+        want, allowed = (c.shard_of(layer, "weight", t) for t in (now, bound))
+        c.close("weight after", layer.weight, want, allowed)
 
 
 EMBEDDING = MatrixRow(

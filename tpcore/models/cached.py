@@ -53,7 +53,7 @@ class CachedModel(nn.Module):
         """A buffer for the keys and one for the values of each layer that has any; the layers' numbers."""
         found = []
         for number, layer in enumerate(getattr(cache, "layers", ())):
-            states = {kind: getattr(layer, kind, None) for kind in ("keys", "values")}
+            states: dict[str, Any] = {kind: getattr(layer, kind, None) for kind in ("keys", "values")}
             if all(isinstance(t, Tensor) and t.ndim == 4 for t in states.values()):
                 found.append(number)
                 for kind, t in states.items():

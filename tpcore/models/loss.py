@@ -38,8 +38,9 @@ class VocabularyLoss:
         if labels is None:
             raise ValueError("the loss over a cut vocabulary needs labels, or shift_labels")
         each = parallel_cross_entropy(logits, labels, smoothing, ignored, vocab_size=vocab, group=self._head.tp)
-        count = options.get("num_items_in_batch")
-        return each.sum() / ((labels != ignored).sum() if count is None else count)
+        count: Any = options.get("num_items_in_batch")
+        total: Tensor = each.sum() / ((labels != ignored).sum() if count is None else count)
+        return total
 
 
 def cut_loss(model: nn.Module, head: ColumnParallelLinear) -> None:

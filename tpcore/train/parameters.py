@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ..comm.comm import Comm
 from ..layers.sharding import sharding
@@ -93,3 +94,11 @@ def named_of(group: dict[str, Any]) -> tuple[list[Tensor], list[str]]:
             raise ValueError(f"parameter {name} is given twice in one group, before as {seen[id(p)]}")
         seen[id(p)] = name
     return [p for _, p in named], names
+
+
+def name_parameters(optimizer: Optimizer, model: nn.Module) -> None:
+    """Give groups without names those of ``model``, by which another mesh finds the parameters' state."""
+    names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+    for group in optimizer.param_groups:
+        if all(p in names for p in group["params"]):
+            group.setdefault("param_names", [names[p] for p in group["params"]])

@@ -9,7 +9,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ WORDS, NEW = 60, 8
 LONG = 400
 
 
-def written(folder: Path) -> Any:
-    """A model without an end, and its tokenizer, in ``folder``."""
+def written(folder: Path) -> Path:
+    """``folder``, with a model without an end and its tokenizer."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
     config = transformers.LlamaConfig(**sizes, vocab_size=64, num_hidden_layers=2, max_position_embeddings=512)
@@ -37,25 +38,15 @@ def written(folder: Path) -> Any:
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=text, unk_token="<unk>", pad_token="<pad>")
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"
     tokenizer.save_pretrained(folder)
-    return model
+    return folder
 
 
 class Server:
     def __init__(self, folder: Path, *options: str, **environment: str) -> None:
         with socket.create_server(("127.0.0.1", 0)) as s:
             port = s.getsockname()[1]
-        command = [
-            sys.executable,
-            "-m",
-            "tpcore",
-            "serve",
-            str(folder),
-            "--name",
-            "tiny",
-            "--port",
-            str(port),
-            *options,
-        ]
+        named = ["--name", "tiny", "--port", str(port)]
+        command = [sys.executable, "-m", "tpcore", "serve", str(folder), *named, *options]
         pipes: Any = {"stderr": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self.process = subprocess.Popen(command, env=os.environ | environment, **pipes)
         self.client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="-", max_retries=0, timeout=60)
@@ -111,6 +102,17 @@ class Server:
             if pipe is not None:
                 pipe.close()
         self.client.close()
+
+
+@contextmanager
+def beside(count: int, fn: Callable[[int], object]) -> Iterator[None]:
+    """``fn(0)`` to ``fn(count - 1)`` in threads, which have ended after the block."""
+    threads = [threading.Thread(target=fn, args=(i,)) for i in range(count)]
+    for thread in threads:
+        thread.start()
+    yield
+    for thread in threads:
+        thread.join()
 
 
 def expected(folder: Path, prompt: str, tokens: int = NEW) -> str:

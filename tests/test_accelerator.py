@@ -13,15 +13,12 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 from rank_pool import RankPool
 from tiers import tiers
-from trainers import examples, model
+from trainers import BOTH, CONTEXT, TP, examples, model
 
 import tpcore
 from tpcore import Mesh
 from tpcore.integrations.accelerate import Accelerator
 
-TP = Mesh({"pp": 1, "dp": 1, "tp": 2})
-BOTH = Mesh({"pp": 1, "dp": 2, "tp": 2})
-CONTEXT = Mesh({"pp": 1, "dp": 2, "cp": 2, "tp": 1})
 CONTEXT_TP = Mesh({"pp": 1, "dp": 1, "cp": 2, "tp": 2})
 FOUR = Mesh({"pp": 1, "dp": 1, "tp": 4})
 OWN = {"of"}

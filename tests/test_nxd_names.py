@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
 import os
 import subprocess
@@ -21,9 +19,10 @@ from torch import Tensor, nn
 from torch.nn import init
 
 import tpcore
+from tpcore.comm import mappings as ops
 from tpcore.layout.mesh import Mesh
 from tpcore.nxd import parallel_layers as pl
-from tpcore.nxd.modules.qkv_linear import GQAQKVColumnParallelLinear
+from tpcore.nxd.modules import GQAQKVColumnParallelLinear
 from tpcore.nxd.parallel_layers import mappings, parallel_state, utils
 from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
@@ -67,25 +66,34 @@ def test_every_import_form_in_a_fresh_process() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(
-    ("module", "name", "origin"),
-    [("loss_functions", "parallel_cross_entropy", "tpcore"), ("utils", "move_model_to_device", "tpcore.layers")],
-)
-def test_same_object_under_every_path(module: str, name: str, origin: str) -> None:
-    original = getattr(importlib.import_module(origin), name)
-    assert getattr(importlib.import_module(f"tpcore.nxd.parallel_layers.{module}"), name) is original
-    assert getattr(pl, name) is original
-
-
-def test_parallel_state_is_one_thing_under_two_paths() -> None:
+def test_one_object_under_every_path() -> None:
+    for module, name, origin in (
+        (pl.loss_functions, "parallel_cross_entropy", tpcore),
+        (utils, "move_model_to_device", tpcore.layers),
+        *((pl.parallel_state, name, tpcore.nxd.parallel_state) for name in tpcore.nxd.parallel_state.__all__),
+    ):
+        assert getattr(module, name) is getattr(origin, name)
+        assert getattr(pl, name, getattr(origin, name)) is getattr(origin, name)
     assert pl.parallel_state.__all__ == tpcore.nxd.parallel_state.__all__
-    for name in tpcore.nxd.parallel_state.__all__:
-        assert getattr(pl.parallel_state, name) is getattr(tpcore.nxd.parallel_state, name)
 
 
 # -- signatures ---------------------------------------------------------------------------------------
-REGION = "x, process_group=None"
-SEQUENCE = "x, sequence_dimension=0, "
+REGION, SEQUENCE = "x, process_group=None", "x, sequence_dimension=0, "
+LINEAR = (
+    "stride init_method sequence_parallel_enabled sequence_dimension skip_bias_add pad reduce_dtype "
+    "tensor_model_parallel_group keep_master_weight"
+)
+EMBEDDING = (
+    "max_norm norm_type scale_grad_by_freq sparse init_method device dtype shard_across_embedding pad "
+    "sequence_parallel_enabled tensor_model_parallel_group sequence_dimension collect_output"
+)
+CONFIG = (
+    "tensor_parallel_size=1, pipeline_parallel_size=1, expert_parallel_size=1, context_parallel_size=1, "
+    "pipeline_config=None, optimizer_config=None, activation_checkpoint_config=None, pad_model=False, "
+    "sequence_parallel=False, model_init_config=None, lora_config=None, mixed_precision_config=None, "
+    "sequential_move_factor=11, lnc_size=1"
+)
+# in order and with defaults; None where the published signature has no default: the other spelling may be used instead
 PUBLISHED: list[tuple[Callable[..., Any], str]] = [
     (
         parallel_state.initialize_model_parallel,
@@ -104,7 +112,6 @@ PUBLISHED: list[tuple[Callable[..., Any], str]] = [
     (pl.parallel_cross_entropy, "vocab_parallel_logits, target, label_smoothing=0.0, ignore_index=-100"),
     (pl.clip_grad_norm, "parameters, max_norm, norm_type=2.0"),
     (pl.move_model_to_device, "model, device"),
-    # None where the published signature has no default: the other spelling may be used instead
     (pl.save, "state_dict=None, save_dir=None"),
     (pl.load, "load_dir=None, model=None, model_key='model', sharded=True"),
     (pl.copy_to_tensor_model_parallel_region, REGION),
@@ -117,13 +124,7 @@ PUBLISHED: list[tuple[Callable[..., Any], str]] = [
     (pl.model_parallel_xla_manual_seed, "seed"),
     (utils.divide, "numerator, denominator"),
     (utils.split_tensor_along_last_dim, "tensor, num_partitions, contiguous_split_chunks=False"),
-    (
-        tpcore.nxd.neuronx_distributed_config,
-        "tensor_parallel_size=1, pipeline_parallel_size=1, expert_parallel_size=1, context_parallel_size=1, "
-        "pipeline_config=None, optimizer_config=None, activation_checkpoint_config=None, pad_model=False, "
-        "sequence_parallel=False, model_init_config=None, lora_config=None, mixed_precision_config=None, "
-        "sequential_move_factor=11, lnc_size=1",
-    ),
+    (tpcore.nxd.neuronx_distributed_config, CONFIG),
     (tpcore.nxd.initialize_parallel_model, "nxd_config, model_fn, include_buffers=False"),
     (tpcore.nxd.initialize_parallel_optimizer, "nxd_config, optimizer_class, parameters"),
     (
@@ -152,28 +153,13 @@ def test_published_order_and_defaults(fn: Callable[..., Any], published: str) ->
     assert all(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
 
 
-@pytest.mark.parametrize(
-    ("layer", "later"),
-    [
-        (
-            pl.ColumnParallelLinear,
-            "stride init_method sequence_parallel_enabled sequence_dimension skip_bias_add pad reduce_dtype "
-            "tensor_model_parallel_group keep_master_weight",
-        ),
-        (
-            pl.RowParallelLinear,
-            "stride init_method sequence_parallel_enabled sequence_dimension skip_bias_add pad reduce_output "
-            "reduce_dtype tensor_model_parallel_group keep_master_weight",
-        ),
-        (
-            pl.ParallelEmbedding,
-            "max_norm norm_type scale_grad_by_freq sparse init_method device dtype shard_across_embedding "
-            "pad sequence_parallel_enabled tensor_model_parallel_group sequence_dimension collect_output",
-        ),
-    ],
-)
-def test_later_keywords_exist(layer: type, later: str) -> None:
-    assert set(later.split()) <= set(inspect.signature(layer).parameters)
+def test_later_keywords_exist() -> None:
+    for layer, later in (
+        (pl.ColumnParallelLinear, LINEAR),
+        (pl.RowParallelLinear, f"{LINEAR} reduce_output"),
+        (pl.ParallelEmbedding, EMBEDDING),
+    ):
+        assert set(later.split()) <= set(inspect.signature(layer).parameters)
 
 
 # -- the documented call forms ------------------------------------------------------------------------
@@ -253,69 +239,44 @@ def test_documented_calls_of_save_and_load(tmp_path: Path) -> None:
         assert {"tp_rank_0", "tp_rank_1"} <= set(os.listdir(directory))
 
 
-# -- mappings -----------------------------------------------------------------------------------------
-# what a rank has, of all ranks' tensors, its number and a dim
-FORMULAS: dict[str, Callable[[list[Tensor], int, int], Any]] = {
-    "own": lambda xs, r, dim: xs[r],
-    "sum": lambda xs, r, dim: sum(xs),
-    "all": lambda xs, r, dim: torch.cat(xs, dim),
-    "part": lambda xs, r, dim: xs[r].chunk(len(xs), dim)[r],
-    "part of sum": lambda xs, r, dim: sum(xs[1:], xs[0]).chunk(len(xs), dim)[r],
-}
-Case = tuple[str, dict[str, Any], str, str]  # ..., of its output, of its gradient
+# -- mappings: those of tpcore.comm.mappings, whose values and gradients test_ops.py compares with torch ---------------
+Case = tuple[str, dict[str, Any], Callable[..., Tensor], int]  # the name there, its function and dim here
 CASES: list[Case] = [
-    ("copy_to_tensor_model_parallel_region", {}, "own", "sum"),
-    ("reduce_from_tensor_model_parallel_region", {}, "sum", "own"),
-    ("scatter_to_tensor_model_parallel_region", {}, "part", "all"),
-    ("gather_from_tensor_model_parallel_region", {}, "all", "part"),
+    ("copy_to_tensor_model_parallel_region", {}, lambda x, comm, dim: ops.copy(x, comm), -1),
+    ("reduce_from_tensor_model_parallel_region", {}, lambda x, comm, dim: ops.reduce(x, comm), -1),
+    ("scatter_to_tensor_model_parallel_region", {}, ops.scatter, -1),
+    ("gather_from_tensor_model_parallel_region", {}, ops.gather, -1),
+    ("gather_from_tensor_model_parallel_region_with_dim", {"gather_dim": 1}, ops.gather, 1),
+    ("reduce_scatter_to_tensor_model_parallel_region_with_dim", {"partition_dim": 1}, ops.reduce_scatter, 1),
+    ("scatter_to_sequence_parallel_region", {}, ops.scatter, 0),
+    ("gather_from_sequence_parallel_region", {}, ops.all_gather, 0),
+    ("gather_from_sequence_parallel_region", {"to_model_parallel": False}, ops.gather, 0),
+    ("reduce_scatter_to_sequence_parallel_region", {}, ops.reduce_scatter, 0),
+    ("scatter_to_sequence_parallel_region", {"sequence_dimension": 1}, ops.scatter, 1),
+    ("gather_from_sequence_parallel_region", {"sequence_dimension": -2}, ops.all_gather, -2),
+    ("reduce_scatter_to_sequence_parallel_region", {"sequence_dimension": 1}, ops.reduce_scatter, 1),
 ]
-for _dim in (0, 1, -2):
-    _at: dict[str, Any] = {"sequence_dimension": _dim}
-    CASES += [
-        ("scatter_to_sequence_parallel_region", _at, "part", "all"),
-        ("gather_from_sequence_parallel_region", _at, "all", "part of sum"),
-        ("gather_from_sequence_parallel_region", {**_at, "to_model_parallel": False}, "all", "part"),
-        ("reduce_scatter_to_sequence_parallel_region", _at, "part of sum", "all"),
-    ]
 
 
-def _integers(shape: tuple[int, ...], rank: int) -> Tensor:
-    """Whole numbers, so that sums are exact in any order; others on each rank."""
-    seeded = torch.Generator().manual_seed(rank)
-    return torch.randint(-9, 9, shape, generator=seeded).double()
-
-
-def _mapping(ctx: ParallelContext, case: Case, group: str) -> None:
-    name, keywords, forward, backward = case
-    dim = keywords.get("sequence_dimension", -1)
+def _mappings(ctx: ParallelContext, group: str) -> None:
     comm = ctx.comm("dp") if group == "dp" else ctx.comm("tp")
-    if group == "torch":
-        keywords = {**keywords, "process_group": parallel_state.get_tensor_model_parallel_group()}
-    elif group != "none":
-        keywords = {**keywords, "process_group": comm}
-    n, rank = comm.size, int(comm.position)
-    x = _integers((4, 8, 4), rank).requires_grad_()
-    y = getattr(mappings, name)(x, **keywords)
-    xs = [_integers((4, 8, 4), r) for r in range(n)]
-    assert torch.equal(y, FORMULAS[forward](xs, rank, dim)), f"{name} {keywords}: forward"
-    gs = [_integers(tuple(y.shape), 10 + r) for r in range(n)]
-    y.backward(gs[rank])
-    assert torch.equal(x.grad, FORMULAS[backward](gs, rank, dim)), f"{name} {keywords}: backward"
+    given = {"none": None, "torch": parallel_state.get_tensor_model_parallel_group()}.get(group, comm)
+    seeded = torch.Generator().manual_seed(ctx.rank)
+    for name, keywords, function, dim in CASES:
+        x = torch.randn(4, 8, 4, generator=seeded, dtype=torch.float64)
+        mine, plain = x.clone().requires_grad_(), x.clone().requires_grad_()
+        y, want = getattr(mappings, name)(mine, process_group=given, **keywords), function(plain, comm, dim)
+        assert torch.equal(y, want), (name, keywords)
+        grad = torch.randn(y.shape, generator=seeded, dtype=torch.float64)
+        y.backward(grad)
+        want.backward(grad)
+        assert torch.equal(mine.grad, plain.grad), (name, keywords)
 
 
-@pytest.mark.parametrize(("mesh", "group"), [(_mesh(1), "none"), (_mesh(2, dp=2), "dp"), (_mesh(4), "tp")])
-def test_mappings(mesh: Mesh, group: str) -> None:
-    for case in CASES:
-        run_ranks(mesh, lambda ctx, case=case: _mapping(ctx, case, group))
-
-
-def _all_mappings(ctx: ParallelContext) -> None:
-    for case in CASES:
-        _mapping(ctx, case, "torch")
-
-
-def test_mappings_over_a_torch_group(pool: RankPool) -> None:
-    pool.run(_mesh(2, dp=2), _all_mappings)
+def test_mappings(pool: RankPool) -> None:
+    for mesh, group in ((_mesh(1), "none"), (_mesh(2, dp=2), "dp"), (_mesh(4), "tp")):
+        run_ranks(mesh, partial(_mappings, group=group))
+    pool.run(_mesh(2, dp=2), _mappings, "torch")
 
 
 def test_by_position_and_with_a_wider_sum() -> None:

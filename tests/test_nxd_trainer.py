@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import sys
+from argparse import Namespace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rank_pool import RankPool
 from torch import Tensor, nn
 
 import tpcore.nxd as nxd
 from tpcore.errors import CheckpointError
 from tpcore.layout.mesh import Mesh
-from tpcore.nxd.modules.qkv_linear import GQAQKVColumnParallelLinear
+from tpcore.nxd.modules import GQAQKVColumnParallelLinear
 from tpcore.nxd.optimizer import NeuronZero1Optimizer
 from tpcore.nxd.parallel_layers import grads, layers, loss_functions, pad, parallel_state, random, utils
 from tpcore.nxd.pipeline import NxDPPModel
@@ -44,8 +47,9 @@ class Norm(nn.Module):
 
 
 class Attention(nn.Module):
-    def __init__(self, sequence_parallel: bool, fused: bool) -> None:
+    def __init__(self, sequence_parallel: bool, fused: bool, batch_first: bool) -> None:
         super().__init__()
+        self.batch_first = batch_first
         tp, d = parallel_state.get_tensor_model_parallel_size(), HIDDEN // HEADS
         self.qkv = GQAQKVColumnParallelLinear(
             HIDDEN,
@@ -61,18 +65,19 @@ class Attention(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:  # [sequence, batch, hidden], or this rank's tokens of it
-        d = HIDDEN // HEADS
+        d, x = HIDDEN // HEADS, x.transpose(0, 1) if self.batch_first else x
         q, k, v = (t.unflatten(-1, (-1, d)).permute(1, 2, 0, 3) for t in self.qkv(x))
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
         y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(y.permute(2, 0, 1, 3).flatten(-2))
+        y = self.out(y.permute(2, 0, 1, 3).flatten(-2))
+        return y.transpose(0, 1) if self.batch_first else y
 
 
 class Layer(nn.Module):
-    def __init__(self, sequence_parallel: bool, fused: bool) -> None:
+    def __init__(self, sequence_parallel: bool, fused: bool, batch_first: bool) -> None:
         super().__init__()
         options = {"sequence_parallel_enabled": sequence_parallel}
-        self.norm, self.attention = Norm(sequence_parallel), Attention(sequence_parallel, fused)
+        self.norm, self.attention = Norm(sequence_parallel), Attention(sequence_parallel, fused, batch_first)
         self.up = layers.ColumnParallelLinear(HIDDEN, 32, gather_output=False, stride=2, **options)
         self.down = layers.RowParallelLinear(16, HIDDEN, input_is_parallel=True, **options)
 
@@ -83,48 +88,29 @@ class Layer(nn.Module):
 
 
 class Llama(nn.Module):
-    def __init__(self, sequence_parallel: bool = False, fused: bool = True) -> None:
+    """``batch_first``: for microbatches, which cut it; else the sequence is first."""
+
+    def __init__(self, sequence_parallel: bool = False, fused: bool = True, batch_first: bool = False) -> None:
         super().__init__()
-        self.sequence_parallel = sequence_parallel
+        self.batch_first, self.turns_ids = batch_first, not (sequence_parallel or batch_first)
         self.embed = layers.ParallelEmbedding(
             VOCAB, HIDDEN, init_method=nn.init.normal_, sequence_parallel_enabled=sequence_parallel
         )
-        self.layers = nn.ModuleList(Layer(sequence_parallel, fused) for _ in range(2))
+        self.layers = nn.ModuleList(Layer(sequence_parallel, fused, batch_first) for _ in range(2))
         self.head = layers.ColumnParallelLinear(
             HIDDEN, VOCAB, False, gather_output=False, sequence_parallel_enabled=sequence_parallel
         )
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         x = self.embed(ids)
-        x = x if self.sequence_parallel else x.transpose(0, 1)  # [sequence, batch, hidden] from here
+        x = x.transpose(0, 1) if self.turns_ids else x
         for layer in self.layers:
             x = layer(x)
-        logits = self.head(x).transpose(0, 1)
-        loss = loss_functions.parallel_cross_entropy(logits[:, :-1].contiguous(), labels[:, 1:])
-        return loss.mean()
+        logits = self.head(x) if self.batch_first else self.head(x).transpose(0, 1)
+        return loss_functions.parallel_cross_entropy(logits[:, :-1].contiguous(), labels[:, 1:]).mean()
 
 
-class Stages(Llama):
-    """The same with the batch first, which microbatches cut; attention turns it around."""
-
-    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
-        x = self.embed(ids)
-        for layer in self.layers:
-            x = layer(x)
-        loss = loss_functions.parallel_cross_entropy(self.head(x)[:, :-1].contiguous(), labels[:, 1:])
-        return loss.mean()
-
-
-class Turned(Attention):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.transpose(0, 1)).transpose(0, 1)
-
-
-def staged(*args: Any) -> Stages:
-    model = Stages(*args)
-    for layer in model.layers:
-        layer.attention.__class__ = Turned
-    return model
+staged = partial(Llama, batch_first=True)
 
 
 def batches(steps: int) -> list[Tensor]:
@@ -183,10 +169,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, tuple[Path, li
     made = {}
     for fused in (True, False):
         folder = tmp_path_factory.mktemp("alone")
-        options = {**CLIP, "fused": fused}
-        (first,) = run_ranks(mesh(), lambda ctx: script(ctx, folder, **options))  # noqa: B023
-        (second,) = run_ranks(mesh(), lambda ctx: script(ctx, folder, resume=True, **options))  # noqa: B023
-        made[fused] = folder, first, second
+        run = partial(script, folder=folder, fused=fused, **CLIP)
+        made[fused] = folder, run_ranks(mesh(), run)[0], run_ranks(mesh(), partial(run, resume=True))[0]
     return made
 
 
@@ -195,33 +179,30 @@ def test_a_script_has_the_losses_of_one_process_saved_and_resumed(
     name: str, alone: dict[bool, tuple[Path, list[float], list[float]]], tmp_path: Path
 ) -> None:
     on, options = RUNS[name]
-    folder, first, second = alone[options.get("fused", True)]
-    for got in run_ranks(on, lambda ctx: script(ctx, tmp_path, **options)):
+    fused = options.get("fused", True)
+    folder, first, second = alone[fused]
+    for got in run_ranks(on, partial(script, folder=tmp_path, **options)):
         assert got == pytest.approx(first, rel=2e-4)  # float32, sums in other orders, Adam's square roots
     for where in (folder, tmp_path):  # written by one process, and by these
-        for got in run_ranks(on, lambda ctx: script(ctx, where, resume=True, **options)):  # noqa: B023
+        for got in run_ranks(on, partial(script, folder=where, resume=True, **options)):
             assert got == pytest.approx(second, rel=2e-4)
-    (back,) = run_ranks(
-        mesh(), lambda ctx: script(ctx, tmp_path, resume=True, **CLIP, fused=options.get("fused", True))
-    )
+    (back,) = run_ranks(mesh(), partial(script, folder=tmp_path, resume=True, fused=fused, **CLIP))
     assert back == pytest.approx(second, rel=2e-4)
 
 
 # -- the configuration --------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"pad_model": True}, "pad=True to the layers"),
-        ({"lora_config": {}}, "get_peft_model"),
-        ({"tensor_parallel_size": 4}, "wants tp=4, and the job runs on .*'tp': 2"),
-        ({"optimizer_config": {"zero_one": True}}, r"optimizer_config has \['zero_one'\]"),
-        ({"mixed_precision_config": {"use_master_weights": True}}, "'zero_one_enabled': True"),
-    ],
-)
-def test_what_a_configuration_cannot_have(given: dict[str, Any], said: str) -> None:
+def test_what_a_configuration_cannot_have() -> None:
     def check(ctx: ParallelContext) -> None:
-        with pytest.raises(ValueError, match=said):
-            nxd.neuronx_distributed_config(**{"tensor_parallel_size": 2, **given})
+        for given, said in (
+            ({"pad_model": True}, "pad=True to the layers"),
+            ({"lora_config": {}}, "get_peft_model"),
+            ({"lnc_size": 2}, "tp ranks are contiguous"),
+            ({"tensor_parallel_size": 4}, "wants tp=4, and the job runs on .*'tp': 2"),
+            ({"optimizer_config": {"zero_one": True}}, r"optimizer_config has \['zero_one'\]"),
+            ({"mixed_precision_config": {"use_master_weights": True}}, "'zero_one_enabled': True"),
+        ):
+            with pytest.raises(ValueError, match=said):
+                nxd.neuronx_distributed_config(**{"tensor_parallel_size": 2, **given})
 
     run_ranks(mesh(tp=2), check)
 
@@ -274,42 +255,36 @@ def test_tags(tmp_path: Path) -> None:
 
 # -- ZeRO-1 by its own name ---------------------------------------------------------------------------------
 def test_zero1_clips_at_one_unless_switched_off(tmp_path: Path) -> None:
-    def step(ctx: ParallelContext, make: Callable[[Any], torch.optim.Optimizer]) -> tuple[Tensor, Any]:
-        torch.manual_seed(0)
-        layer = layers.ColumnParallelLinear(4, 8)
-        optimizer = make(layer.named_parameters())
+    def backward(layer: nn.Module) -> nn.Module:
         (layer(torch.ones(2, 4)) * 5).square().sum().backward()
-        optimizer.step()
-        return layer.weight.detach(), optimizer
-
-    def plain(clip: bool) -> tuple[Tensor, float]:
-        torch.manual_seed(0)
-        layer = nn.Linear(4, 8)
-        (layer(torch.ones(2, 4)) * 5).square().sum().backward()
-        norm = float(nn.utils.clip_grad_norm_(layer.parameters(), 1.0 if clip else float("inf")))
-        torch.optim.SGD(layer.parameters(), lr=0.1).step()
-        return layer.weight.detach(), norm
+        return layer
 
     def check(ctx: ParallelContext) -> None:
-        part = layers.ColumnParallelLinear(4, 8).shard_specs["weight"]
-        rank = ctx.coord("tp")
+        sgd = partial(NeuronZero1Optimizer, optimizer_class=torch.optim.SGD, lr=0.1)
         groups = {
             "sharding_groups": parallel_state.get_zero1_sharding_groups(),
             "grad_norm_groups": parallel_state.get_tensor_model_parallel_group(as_list=True),
             "pin_layout": False,
         }
-        clipped, optimizer = step(ctx, lambda p: NeuronZero1Optimizer(p, torch.optim.SGD, lr=0.1, **groups))
-        want, norm = plain(True)
-        torch.testing.assert_close(clipped, part.shard(want, rank, 2))
+        for options, most in (({"grad_clipping": False}, float("inf")), (groups, 1.0)):
+            torch.manual_seed(0)
+            layer = layers.ColumnParallelLinear(4, 8)
+            torch.manual_seed(0)
+            plain = backward(nn.Linear(4, 8))
+            norm = float(nn.utils.clip_grad_norm_(plain.parameters(), most))
+            torch.optim.SGD(plain.parameters(), lr=0.1).step()
+            optimizer = sgd(layer.named_parameters(), **options)
+            backward(layer)
+            optimizer.step()
+            part = layer.shard_specs["weight"].shard(plain.weight.detach(), ctx.coord("tp"), 2)
+            torch.testing.assert_close(layer.weight.detach(), part)
         assert norm > 1
         assert float(optimizer.grad_norm) == pytest.approx(norm)
-        free, _ = step(ctx, lambda p: NeuronZero1Optimizer(p, torch.optim.SGD, lr=0.1, grad_clipping=False))
-        torch.testing.assert_close(free, part.shard(plain(False)[0], rank, 2))
         optimizer.save_sharded_state_dict(str(tmp_path / "optim"))
         optimizer.load_sharded_state_dict(str(tmp_path / "optim"))
         optimizer.init_zero()
         with pytest.raises(ValueError, match="sharding_groups"):
-            NeuronZero1Optimizer([nn.Parameter(torch.ones(2))], torch.optim.SGD, lr=1, sharding_groups=[[0]])
+            sgd([nn.Parameter(torch.ones(2))], sharding_groups=[[0]])
 
     run_ranks(mesh(tp=2, dp=2), check)
 
@@ -431,24 +406,20 @@ def test_a_pipeline_without_a_trainer_takes_the_mean_over_dp() -> None:
 def test_stages_that_scripts_seed_differently_are_one_model() -> None:
     """Published scripts add 100 times the stage to their seed; embedding and head are on every stage."""
 
-    def check(ctx: ParallelContext) -> tuple[float, Tensor]:
-        config = nxd.neuronx_distributed_config(
-            pipeline_parallel_size=ctx.mesh.axes["pp"], pipeline_config={"num_microbatches": 2}
-        )
+    def check(ctx: ParallelContext, trainer: bool = True) -> tuple[float, Tensor]:
         torch.manual_seed(7 + 100 * ctx.coord("pp"))
-        model = nxd.initialize_parallel_model(config, staged)
-        return float(model.run_train(batches(1)[0], batches(1)[0])), model.head.weight.detach()
-
-    def alone(ctx: ParallelContext) -> tuple[float, Tensor]:
-        torch.manual_seed(7 + 100 * ctx.coord("pp"))
-        model = NxDPPModel(staged(), num_microbatches=2)
+        options: dict[str, Any] = {"num_microbatches": 2}
+        if trainer:
+            stages = ctx.mesh.axes["pp"]
+            config = nxd.neuronx_distributed_config(pipeline_parallel_size=stages, pipeline_config=options)
+        model = nxd.initialize_parallel_model(config, staged) if trainer else NxDPPModel(staged(), **options)
         return float(model.run_train(batches(1)[0], batches(1)[0])), model.head.weight.detach()
 
     ((loss, head),) = run_ranks(mesh(), check)
     for mine, its_head in run_ranks(mesh(pp=2), check):
         assert torch.equal(its_head, head)
         assert mine == pytest.approx(loss, rel=1e-5)  # float32, microbatches
-    (first, its_head), (second, other) = run_ranks(mesh(pp=2), alone)
+    (first, its_head), (second, other) = run_ranks(mesh(pp=2), partial(check, trainer=False))
     assert torch.equal(its_head, head)
     assert torch.equal(other, head)
     assert first == second
@@ -519,14 +490,11 @@ def test_grouped_projections_are_those_of_plain_ones() -> None:
 @pytest.mark.parametrize("default", [torch.float32, torch.float64])
 def test_a_dtype_of_none_is_torchs_default(default: torch.dtype) -> None:
     def check(ctx: ParallelContext) -> None:
-        made = (
-            layers.ColumnParallelLinear(4, 8, dtype=None, keep_master_weight=True),
-            layers.RowParallelLinear(4, 8, dtype=None),
-            layers.ParallelEmbedding(4, 8, dtype=None),
-            GQAQKVColumnParallelLinear(4, [4, 4], dtype=None),
-        )
+        column = layers.ColumnParallelLinear(4, 8, dtype=None, keep_master_weight=True)
+        others = layers.RowParallelLinear(4, 8, dtype=None), layers.ParallelEmbedding(4, 8, dtype=None)
+        made = (column, *others, GQAQKVColumnParallelLinear(4, [4, 4], dtype=None))
         assert {p.dtype for layer in made for p in layer.parameters()} == {default}
-        assert made[0].master_weight.dtype == default
+        assert column.master_weight.dtype == default
 
     torch.set_default_dtype(default)
     try:
@@ -594,3 +562,36 @@ def test_adamw_in_float32_is_torchs_where_it_can_be_compared() -> None:
             optimizer.step()
     torch.testing.assert_close(mine, theirs)  # float32
     assert other.state[half]["exp_avg"].dtype == torch.float32
+
+
+# -- a whole script that imports neuronx_distributed, over gloo in processes --------------------------------------
+SCRIPTS = str(Path(__file__).parent / "scripts")
+
+
+def bert(ctx: ParallelContext, scripts: str, folder: str, resume: bool) -> list[float]:
+    """The script's ``train`` on this rank, imported as it stands."""
+    sys.path.insert(0, scripts)
+    try:
+        from nxd_imports import installed  # type: ignore[import-not-found]
+
+        installed()
+        import nxd_bert  # type: ignore[import-not-found]
+    finally:
+        sys.path.remove(scripts)
+    flags = Namespace(output_dir=folder, steps=3, lr=0.01, resume=resume, tensor_parallel_size=0)
+    losses: list[float] = nxd_bert.train(flags)
+    return losses
+
+
+def test_a_bert_script_trains_saves_beside_its_logs_and_resumes(pool: RankPool, tmp_path: Path) -> None:
+    def alone(resume: bool) -> Any:
+        return run_ranks(mesh(), lambda ctx: bert(ctx, SCRIPTS, str(tmp_path / "alone"), resume))[0]
+
+    first, second = alone(False), alone(True)
+    assert first[0] > first[-1]
+    for name, on in (("tp", mesh(tp=2)), ("both", mesh(tp=2, dp=2))):
+        folder = str(tmp_path / name)
+        for resume, want in ((False, first), (True, second)):
+            for got in pool.run(on, bert, SCRIPTS, folder, resume):
+                assert got == pytest.approx(want, rel=2e-4)  # float32, sums in other orders
+        assert (tmp_path / name / "events.log").read_text().count("\n") == 2 * on.size

@@ -14,7 +14,7 @@ import torch
 import transformers
 from rank_pool import RankPool
 from test_accelerator import assert_near, loop, reset, whole
-from trainers import arguments, assert_same_history, data, history, model, stock
+from trainers import BOTH, STAGES, TP, arguments, assert_same_history, data, history, model, stock
 from typer.testing import CliRunner
 
 import tpcore
@@ -22,13 +22,14 @@ from tpcore import Mesh
 from tpcore.cli.app import app
 from tpcore.integrations import optimum_neuron as neuron
 
-TP = Mesh({"pp": 1, "dp": 1, "tp": 2})
-BOTH = Mesh({"pp": 1, "dp": 2, "tp": 2})
-STAGES = Mesh({"pp": 2, "dp": 1, "tp": 2})
 COMMON = [
     *("--max_steps=4", "--logging_steps=1", "--learning_rate=1e-2", "--max_grad_norm=0.5"),
     *("--report_to=none", "--disable_tqdm=True", "--include_num_input_tokens_seen=true"),
 ]
+
+
+def sizes(train: int, evaluation: int) -> list[str]:
+    return [f"--per_device_train_batch_size={train}", f"--per_device_eval_batch_size={evaluation}"]
 
 
 def script(ctx: tpcore.ParallelContext, files: Path, out: Path, flags: list[str]) -> Any:
@@ -61,35 +62,24 @@ def want(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return history(stock(tmp_path_factory.mktemp("whole")))
 
 
+ALL = "--async_save --disable_embedding_parallelization --disable_sequence_parallel --zero_1 "
+ALL += "--optimizer_use_master_weights --optimizer_use_fp32_grad_acc"
+
+
 @pytest.mark.parametrize(
-    ("mesh", "flags", "rows"),
+    ("mesh", "batches", "flags", "rows"),
     [
-        (TP, ["--per_device_train_batch_size=4", "--per_device_eval_batch_size=4", "--zero_1"], 50),
-        (
-            BOTH,
-            [
-                *("--per_device_train_batch_size=2", "--per_device_eval_batch_size=2", "--async_save"),
-                *("--disable_embedding_parallelization", "--disable_sequence_parallel", "--zero_1"),
-                *("--optimizer_use_master_weights", "--optimizer_use_fp32_grad_acc"),
-            ],
-            99,
-        ),
-        (
-            STAGES,
-            [
-                *("--per_device_train_batch_size=2", "--gradient_accumulation_steps=2"),
-                *("--per_device_eval_batch_size=4", "--pipeline_parallel_size=2"),
-            ],
-            25,
-        ),
+        (TP, (4, 4), "--zero_1", 50),
+        (BOTH, (2, 2), ALL, 99),
+        (STAGES, (2, 4), "--gradient_accumulation_steps=2 --pipeline_parallel_size=2", 25),
     ],
     ids=["tp zero1", "dp tp all flags", "pp tp"],
 )
 def test_the_guides_flow(
-    pool: RankPool, files: Path, want: Any, tmp_path: Path, mesh: Mesh, flags: list[str], rows: int
+    pool: RankPool, files: Path, want: Any, tmp_path: Path, mesh: Mesh, batches: Any, flags: str, rows: int
 ) -> None:
     """Trained, saved in parts, consolidated by the command, opened by transformers."""
-    words = [*flags, "--tensor_parallel_size=2", "--save_strategy=steps", "--save_steps=2"]
+    words = [*flags.split(), "--tensor_parallel_size=2", "--save_strategy=steps", "--save_steps=2", *sizes(*batches)]
     for got, table in pool.run(mesh, script, files, tmp_path / "out", words):
         assert_same_history(got, want)
         assert table == rows
@@ -109,11 +99,9 @@ def test_the_guides_flow(
 
 def test_resumes_on_another_mesh(pool: RankPool, files: Path, want: Any, tmp_path: Path) -> None:
     common = ["--tensor_parallel_size=2", "--zero_1"]
-    first = [*common, "--per_device_train_batch_size=4", "--per_device_eval_batch_size=4"]
-    pool.run(TP, script, files, tmp_path / "a", [*first, "--save_strategy=steps", "--save_steps=2"])
+    pool.run(TP, script, files, tmp_path / "a", [*common, *sizes(4, 4), "--save_strategy=steps", "--save_steps=2"])
     again = [f"--resume_from_checkpoint={tmp_path / 'a' / 'checkpoint-2'}"]
-    half = ["--per_device_train_batch_size=2", "--per_device_eval_batch_size=2"]
-    for got, _ in pool.run(BOTH, script, files, tmp_path / "b", [*common, *half, *again]):
+    for got, _ in pool.run(BOTH, script, files, tmp_path / "b", [*common, *sizes(2, 2), *again]):
         assert_same_history(got, want)
 
 
@@ -188,8 +176,7 @@ def _translate(kind: Any, args: Any) -> list[dict[str, float]]:
 
 
 def _flags(size: int) -> list[str]:
-    words = [f"--per_device_{part}_batch_size={size}" for part in ("train", "eval")]
-    return [*COMMON, *words, "--save_strategy=no", "--predict_with_generate", "--generation_max_length=6"]
+    return [*COMMON, *sizes(size, size), "--save_strategy=no", "--predict_with_generate", "--generation_max_length=6"]
 
 
 def _translated(ctx: tpcore.ParallelContext, out: Path) -> list[dict[str, float]]:
@@ -225,30 +212,18 @@ def _in_bfloat16(ctx: tpcore.ParallelContext, out: Path) -> None:
     assert ("--zero_1" in heard.getvalue()) == (ctx.rank == 0)
 
 
-def test_scripts_of_transformers_4_and_bf16_without_use_cpu(pool: RankPool, tmp_path: Path) -> None:
-    pool.run(TP, _in_bfloat16, tmp_path)
-
-
-def test_what_does_not_fit_is_refused(pool: RankPool, tmp_path: Path) -> None:
-    pool.run(TP, _said, tmp_path)
+@pytest.mark.parametrize("check", [_said, _in_bfloat16], ids=["what does not fit", "of transformers 4, in bfloat16"])
+def test_arguments_of_scripts(pool: RankPool, tmp_path: Path, check: Any) -> None:
+    pool.run(TP, check, tmp_path)
 
 
 def _notes(ctx: tpcore.ParallelContext, out: Path) -> str:
     heard = io.StringIO()
     with contextlib.redirect_stderr(heard):
-        neuron.NeuronTrainingArguments(
-            output_dir=str(out),
-            use_cpu=True,
-            tensor_parallel_size=2,
-            kv_size_multiplier=2,
-            num_local_ranks_per_step=2,
-            use_xser=False,
-            half_precision_backend="amp",
-            neuron_cc_optlevel="2",
-            skip_cache_push=True,
-            stochastic_rounding_enabled=True,
-            optimizer_save_master_weights_in_ckpt=True,
-        )
+        options: dict[str, Any] = {"kv_size_multiplier": 2, "num_local_ranks_per_step": 2, "use_xser": False}
+        options |= {"half_precision_backend": "amp", "neuron_cc_optlevel": "2", "skip_cache_push": True}
+        options |= {"stochastic_rounding_enabled": True, "optimizer_save_master_weights_in_ckpt": True}
+        neuron.NeuronTrainingArguments(output_dir=str(out), use_cpu=True, tensor_parallel_size=2, **options)
         neuron.TrainingNeuronConfig(2, fuse_qkv=True, recompute_causal_mask=False, transpose_nki_inputs=False)
         reset()
         neuron.NeuronAccelerator(mp_plugin=neuron.ModelParallelismPlugin(2), autocast_backend="amp", cpu=True)

@@ -28,71 +28,39 @@ def _mesh(world: int, tp: int) -> Mesh:
     return Mesh({"pp": 1, "dp": world // tp, "tp": tp})
 
 
-def _rule(world: int, tp: int) -> dict[str, list[list[int]]]:
-    """Row-major [dp, tp], written out once more: tp ranks side by side, dp ranks tp apart."""
-    return {
-        "tp": [list(range(start, start + tp)) for start in range(0, world, tp)],
-        "dp": [list(range(start, world, tp)) for start in range(tp)],
-        "single": [[rank] for rank in range(world)],
-        "world": [list(range(world))],
-    }
+AXES = {"pipeline_model": "pp", "data": "dp", "tensor_model": "tp", "context_model": None, "expert_model": None}
 
 
-@pytest.mark.parametrize(("world", "tp"), [(1, 1), (4, 1), (6, 3), (8, 2), (32, 8)])
-def test_every_rank_knows_its_place(world: int, tp: int) -> None:
-    rule = _rule(world, tp)
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 4, 1), (1, 2, 3), (1, 4, 8), (2, 2, 2)], ids=str)
+def test_every_rank_knows_its_place(sizes: tuple[int, int, int]) -> None:
+    """Row-major [pp, dp, tp], written out once more: tp ranks side by side, dp ranks tp apart, stages the furthest."""
+    pp, dp, tp = sizes
+    grid = torch.arange(pp * dp * tp).view(*sizes, 1)
 
     def ask(ctx: ParallelContext) -> None:
-        mine = next(ranks for ranks in rule["tp"] if ctx.rank in ranks)
-        assert ps.get_tensor_model_parallel_size() == tp
-        assert ps.get_tensor_model_parallel_rank() == mine.index(ctx.rank)
-        assert ps.get_tensor_model_parallel_src_rank() == mine[0]
-        peers = next(ranks for ranks in rule["dp"] if ctx.rank in ranks)
-        assert ps.get_data_parallel_size() == world // tp
-        assert ps.get_data_parallel_rank() == peers.index(ctx.rank)
-        assert ps.get_data_parallel_src_rank() == peers[0]
+        at = {}
+        for name, axis in AXES.items():
+            dim = ["pp", "dp", "tp", None].index(axis)
+            groups = grid.movedim(dim, -1).reshape(-1, grid.shape[dim]).tolist()
+            mine = next(ranks for ranks in groups if ctx.rank in ranks)
+            at[axis] = mine.index(ctx.rank)
+            assert getattr(ps, f"get_{name}_parallel_group")(True) == groups
+            assert getattr(ps, f"get_{name}_parallel_group")(as_list=True) == groups
+            assert getattr(ps, f"get_{name}_parallel_replica_groups")() == groups
+            assert getattr(ps, f"get_{name}_parallel_size")() == len(mine)
+            assert getattr(ps, f"get_{name}_parallel_rank")() == mine.index(ctx.rank)
+            if axis in ("dp", "tp"):
+                assert getattr(ps, f"get_{name}_parallel_src_rank")() == mine[0]
         assert ps.is_global_rank_zero() == (ctx.rank == 0)
-        assert ps.get_world_group(as_list=True) == rule["world"]
-        for axis, expected in (
-            ("tensor_model", rule["tp"]),
-            ("data", rule["dp"]),
-            ("pipeline_model", rule["single"]),
-            ("context_model", rule["single"]),
-        ):
-            assert getattr(ps, f"get_{axis}_parallel_group")(as_list=True) == expected
-            assert getattr(ps, f"get_{axis}_parallel_group")(True) == expected
-            assert getattr(ps, f"get_{axis}_parallel_replica_groups")() == expected
-        for axis in ("pipeline", "context"):
-            assert getattr(ps, f"get_{axis}_model_parallel_size")() == 1
-            assert getattr(ps, f"get_{axis}_model_parallel_rank")() == 0
-        assert ps.get_expert_model_parallel_replica_groups() == rule["single"]
-        assert ps.get_context_model_parallel_src_tgt_pairs() == [[rank, rank] for rank in range(world)]
-        where = f"pp0_tp{mine.index(ctx.rank)}_dp{peers.index(ctx.rank)}_cp0"
-        assert ps.rmsg("ready") == f"[rank_{ctx.rank}_{where}] ready"
-
-    run_ranks(_mesh(world, tp), ask)
-
-
-def test_getters_answer_for_pipeline_stages() -> None:
-    """pp is the outermost axis: stages lie world / pp apart."""
-
-    def ask(ctx: ParallelContext) -> None:
-        groups = [[0, 4], [1, 5], [2, 6], [3, 7]]
-        assert ps.get_pipeline_model_parallel_group(as_list=True) == groups
-        assert ps.get_pipeline_model_parallel_replica_groups() == groups
-        assert ps.get_pipeline_model_parallel_size() == 2
-        assert ps.get_pipeline_model_parallel_rank() == ctx.rank // 4
-        assert ps.get_pipeline_model_parallel_prev_rank() == (ctx.rank - 4) % 8
-        assert ps.get_pipeline_model_parallel_next_rank() == (ctx.rank + 4) % 8
-        assert ps.get_data_parallel_group(as_list=True) == [[0, 2], [1, 3], [4, 6], [5, 7]]
-        assert ps.get_tensor_model_parallel_src_rank() == ctx.rank // 2 * 2
-        assert ps.get_data_parallel_src_rank() == ctx.rank // 4 * 4 + ctx.rank % 2
+        assert ps.get_world_group(as_list=True) == [list(range(ctx.mesh.size))]
+        assert ps.get_pipeline_model_parallel_prev_rank() == (ctx.rank - dp * tp) % ctx.mesh.size
+        assert ps.get_pipeline_model_parallel_next_rank() == (ctx.rank + dp * tp) % ctx.mesh.size
         assert ps.get_pipeline_model_parallel_group() is ctx.comm("pp").process_group
-        where = f"pp{ctx.rank // 4}_tp{ctx.rank % 2}_dp{ctx.rank // 2 % 2}_cp0"
-        assert ps.rmsg("ready") == f"[rank_{ctx.rank}_{where}] ready"
-        assert ps.get_rank_info_str() == f"DP_{ctx.rank // 2 % 2}_TP_{ctx.rank % 2}_PP_{ctx.rank // 4}"
+        assert ps.get_context_model_parallel_src_tgt_pairs() == [[rank, rank] for rank in range(ctx.mesh.size)]
+        assert ps.rmsg("ready") == f"[rank_{ctx.rank}_pp{at['pp']}_tp{at['tp']}_dp{at['dp']}_cp0] ready"
+        assert ps.get_rank_info_str() == f"DP_{at['dp']}_TP_{at['tp']}_PP_{at['pp']}"
 
-    run_ranks(Mesh({"pp": 2, "dp": 2, "tp": 2}), ask)
+    run_ranks(Mesh({"pp": pp, "dp": dp, "tp": tp}), ask)
 
 
 def test_groups_of_some_stages() -> None:
@@ -120,12 +88,6 @@ def test_groups_of_some_stages() -> None:
         run_ranks(_mesh(2, 2), lambda ctx: ps.get_next_rank_group())
 
 
-def test_aliases_are_the_getters() -> None:
-    assert ps.get_data_parallel_world_size is ps.get_data_parallel_size
-    assert ps.get_tensor_parallel_size is ps.get_tensor_model_parallel_size
-    assert ps.get_tensor_model_parallel_world_size is ps.get_tensor_model_parallel_size
-
-
 @pytest.mark.parametrize("name", GETTERS)
 def test_getter_before_init_says_what_to_do(name: str) -> None:
     with pytest.raises(RuntimeError, match=r"call tpcore\.init"):
@@ -133,6 +95,8 @@ def test_getter_before_init_says_what_to_do(name: str) -> None:
 
 
 def test_before_init() -> None:
+    assert ps.get_data_parallel_world_size is ps.get_data_parallel_size
+    assert ps.get_tensor_parallel_size is ps.get_tensor_model_parallel_world_size is ps.get_tensor_model_parallel_size
     assert not ps.model_parallel_is_initialized()
     ps.destroy_model_parallel()  # scripts call it in their clean-up, whatever went before
     assert ps.rmsg("hello") == "[rank_0_pp-1_tp-1_dp-1_cp-1] hello"
@@ -162,17 +126,15 @@ def test_world_of_one(alone: None) -> None:
     assert not dist.is_initialized()
 
 
-def test_another_lnc_size_is_refused(alone: None) -> None:
-    with pytest.raises(ValueError, match="lnc_size=2 is not supported"):
-        ps.initialize_model_parallel(lnc_size=2)
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [({"lnc_size": 2}, "lnc_size=2 is not supported"), ({"tensor_model_parallel_size": 2}, "--nproc_per_node=2")],
+)
+def test_what_is_refused_is_not_lowered(alone: None, sizes: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ps.initialize_model_parallel(**sizes)
     assert not ps.model_parallel_is_initialized()
     assert not dist.is_initialized()
-
-
-def test_tp_beyond_the_world_is_not_lowered(alone: None) -> None:
-    with pytest.raises(ValueError, match="torchrun --nproc_per_node=2"):
-        ps.initialize_model_parallel(2)
-    assert not ps.model_parallel_is_initialized()
 
 
 class _Deaf(Transport):
@@ -214,13 +176,7 @@ def test_first_collective_and_its_switch(alone: None, monkeypatch: pytest.Monkey
 
 # -- processes ----------------------------------------------------------------------------------------
 def _groups(ctx: ParallelContext) -> None:
-    for get in (
-        ps.get_world_group,
-        ps.get_tensor_model_parallel_group,
-        ps.get_data_parallel_group,
-        ps.get_pipeline_model_parallel_group,
-        ps.get_context_model_parallel_group,
-    ):
+    for get in (ps.get_world_group, *(getattr(ps, f"get_{name}_parallel_group") for name in AXES)):
         mine = next(ranks for ranks in get(as_list=True) if ctx.rank in ranks)
         group = get()
         assert isinstance(group, dist.ProcessGroup)

@@ -30,17 +30,15 @@ GROWTH = 6  # MiB of a rank in 10,000 requests: outputs that were kept on the se
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    written(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def answers(folder: Path) -> dict[str, str]:
     """What ``generate`` makes of each prompt, with as many tokens as the prompt has."""
     prompts = [" ".join(f"w{(i * j) % WORDS}" for j in range(1, 3 + 2 * i)) for i in range(1, 9)]
     return {prompt: expected(folder, prompt, len(prompt.split())) for prompt in prompts}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return written(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")

@@ -18,9 +18,8 @@ from transformers.generation.continuous_batching.requests import (
     RequestStatus,
 )
 
-from tpcore.integrations.serving.batches import Stream
-from tpcore.integrations.serving.requests import malformed
-from tpcore.integrations.serving.sampling import Sampling, choose
+from tpcore.integrations.serving.batches import Sampling, Stream, choose
+from tpcore.integrations.serving.server import malformed
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
 
@@ -29,6 +28,9 @@ CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
     ("body", "message"),
     [
         ([], "the body must be a JSON object, not list"),
+        ({**CHAT, "max_tokens": 0}, "max_tokens=0 is not a whole number from 1"),
+        ({**CHAT, "n": 2}, "n=2 is not supported: leave it out"),
+        ({**CHAT, "odd": 1}, "there is no option odd"),
         ({**CHAT, "temperature": "hot"}, "temperature='hot' is not a number from 0 to 2"),
         ({**CHAT, "temperature": True}, "temperature=True is not a number"),
         ({**CHAT, "top_p": 0}, "top_p=0 leaves no token"),
@@ -41,6 +43,8 @@ CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
         ({"messages": [{"role": "user", "content": 0}]}, r"content of messages\[0\] must be text"),
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, r"tool_calls of messages\[0\] must be objects"),
         ({**CHAT, "chat_template_kwargs": 1}, "chat_template_kwargs must be an object"),
+        ({"prompt": 4}, "prompt=4 is not a string"),
+        ({"prompt": "x", "suffix": "x"}, "suffix='x' is not supported"),
         ({"messages": []}, "messages must be a list of one or more messages"),
         ({"messages": [{"role": "king", "content": "x"}]}, r"messages\[0\] must be an object whose role is one of"),
         (
@@ -50,7 +54,7 @@ CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
     ],
 )
 def test_malformed(body: Any, message: str) -> None:
-    said = malformed(body, "messages")
+    said = malformed(body, "messages" if "prompt" not in body else "prompt")
     assert said is not None
     assert re.search(message, said)
 
@@ -69,11 +73,11 @@ def test_an_answer_whose_last_token_ends_it_is_no_answer_cut_short(
     tokens: list[int], stops: list[str], end: bool
 ) -> None:
     text = Tokenizer(models.WordLevel({f"w{i}": i + 4 for i in range(8)}, unk_token="w0"))
-    config = transformers.GenerationConfig(max_new_tokens=2, eos_token_id=[6])
+    config = transformers.GenerationConfig(max_new_tokens=2, eos_token_id=[6], stop_strings=stops)
     engine = types.SimpleNamespace(
         cancel_request=lambda _: None, output_router=types.SimpleNamespace(result_handlers={})
     )
-    stream = Stream(engine, "one", text, None, asyncio.Queue(), stops=stops, config=config)
+    stream = Stream(engine, "one", text, None, asyncio.Queue(), config=config)
     stream.take(GenerationOutput("one", generated_tokens=tokens, status=RequestStatus.FINISHED))
     assert (config.max_new_tokens is None) == end
 

@@ -11,7 +11,11 @@ import torch
 import transformers
 
 import tpcore
+from tpcore import Mesh
 
+TP, BOTH = Mesh({"pp": 1, "dp": 1, "tp": 2}), Mesh({"pp": 1, "dp": 2, "tp": 2})
+STAGES = Mesh({"pp": 2, "dp": 1, "tp": 2})
+CONTEXT = Mesh({"pp": 1, "dp": 2, "cp": 2, "tp": 1})
 KEPT = ("loss", "grad_norm", "learning_rate", "epoch", "eval_loss", "eval_right", "num_input_tokens_seen")
 ROUNDS = {"rtol": 1e-5, "atol": 1e-6}  # float32, in which the order of sums differs
 
@@ -31,19 +35,10 @@ def model(**options: Any) -> Any:
 
 
 def arguments(where: Path, **options: Any) -> transformers.TrainingArguments:
-    common: dict[str, Any] = {
-        "per_device_train_batch_size": 4,
-        "per_device_eval_batch_size": 4,
-        "max_steps": 4,
-        "logging_steps": 1,
-        "learning_rate": 1e-2,
-        "max_grad_norm": 0.5,  # below every norm here: clipping counts
-        "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "include_num_input_tokens_seen": "all",
-    }
+    common: dict[str, Any] = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "max_steps": 4}
+    common |= {"logging_steps": 1, "learning_rate": 1e-2, "save_strategy": "no", "report_to": [], "use_cpu": True}
+    common |= {"max_grad_norm": 0.5}  # below every norm here: clipping counts
+    common |= {"disable_tqdm": True, "include_num_input_tokens_seen": "all"}
     return transformers.TrainingArguments(output_dir=str(where), **{**common, **options})
 
 

@@ -1,30 +1,27 @@
 """NeuronX Distributed by its own paths: a script replaces ``neuronx_distributed`` by ``tpcore.nxd``.
 
-Each module is at the path that NeuronX Distributed gives it, and what only its signatures need is in here alone.
+Names are at the paths that NeuronX Distributed gives them, and what only its signatures need is in here alone.
 """
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
-_MODULES = (
-    "kernels",
-    "modules",
-    "optimizer",
-    "overrides",
-    "parallel_layers",
-    "parallel_state",
-    "pipeline",
-    "trace",
-    "trainer",
-    "utils",
-)
+
+def mirror(module: str, *paths: str) -> None:
+    """Let ``module`` be found by ``paths`` below ``tpcore.nxd``, too: NeuronX Distributed has parts of it there."""
+    for path in paths:
+        parent, _, name = f"{__name__}.{path}".rpartition(".")
+        sys.modules[f"{parent}.{name}"] = sys.modules[module]
+        setattr(sys.modules[parent], name, sys.modules[module])
 
 
 def __getattr__(name: str) -> Any:
     # on first use: a script that imports one path loads that alone
-    if name in _MODULES:
+    if not name.startswith("_") and find_spec(f"{__name__}.{name}"):
         return import_module(f"{__name__}.{name}")
     for module in ("trainer", "parallel_layers"):  # whose names NeuronX Distributed has at its root, too
         found = import_module(f"{__name__}.{module}")

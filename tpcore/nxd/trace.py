@@ -13,15 +13,10 @@ from ..runtime.context import current
 from ..runtime.init import choose_backend
 from ..trace import TensorParallelModel, generate, generate_each, parallel_model_save
 from ..trace.api import StrPath
+from .parallel_layers.checkpointing import either
 
-__all__ = [
-    "TensorParallelModel",
-    "generate",
-    "generate_each",
-    "parallel_model_load",
-    "parallel_model_save",
-    "parallel_model_trace",
-]
+__all__ = ["TensorParallelModel", "generate", "generate_each"]
+__all__ += ["parallel_model_load", "parallel_model_save", "parallel_model_trace"]
 
 
 def parallel_model_trace(
@@ -40,11 +35,10 @@ def parallel_model_trace(
     """``tpcore.trace.parallel_model_trace`` with ``options``, also under the names of NeuronX Distributed.
 
     ``example_inputs``: another name of ``inputs``. ``timeout``, ``restart``: as in ``parallel_model_load``.
-    ``compiler_args``, ``compiler_workdir``: options of the Neuron compiler, and a directory in which it leaves its
-    files; a backend without a compiler logs one line that it has none. ``inline_weights_to_neff``: weights are never
-    in the program; True logs one line that says so.
+    ``compiler_args``, ``compiler_workdir``: options of the Neuron compiler, and a directory for its files; a backend
+    without a compiler logs one line. ``inline_weights_to_neff``: weights are never in the program; True logs that.
     """
-    example = _one("inputs", inputs, "example_inputs", example_inputs)
+    example = either("inputs", inputs, "example_inputs", example_inputs)
     if inline_weights_to_neff:
         inform("inline_weights_to_neff=True: weights stay apart from the program, and can be replaced")
     if compiler_args is not None or compiler_workdir is not None:
@@ -60,13 +54,7 @@ def parallel_model_load(
     load_dir: StrPath | None = None, *, model_dir: StrPath | None = None, **options: Any
 ) -> TensorParallelModel:
     """``tpcore.trace.parallel_model_load`` with ``options``. ``model_dir``: another name of ``load_dir``."""
-    return trace.parallel_model_load(_one("load_dir", load_dir, "model_dir", model_dir), **options)
-
-
-def _one(name: str, value: Any, other: str, another: Any) -> Any:
-    if (value is None) == (another is None):
-        raise TypeError(f"{name} and {other} are two names of one argument: give one")
-    return another if value is None else value
+    return trace.parallel_model_load(either("load_dir", load_dir, "model_dir", model_dir), **options)
 
 
 def _compiled_with(options: CompilerOptions, func: Callable[[], Any], backend: str) -> Callable[[], Any]:

@@ -8,6 +8,7 @@ from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ..comm.comm import Comm
 from ..layers.sharding import sharding
@@ -115,3 +116,11 @@ def check_not_replaced(groups: Iterable[dict[str, Any]]) -> None:
             "optimizer, made after fully_shard; or cut it with tpcore's layers, and its optimizer's state with "
             "tpcore.Zero1"
         )
+
+
+def name_parameters(optimizer: Optimizer, model: nn.Module) -> None:
+    """Give groups without names those of ``model``, by which another mesh finds the parameters' state."""
+    names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+    for group in optimizer.param_groups:
+        if all(p in names for p in group["params"]):
+            group.setdefault("param_names", [names[p] for p in group["params"]])

@@ -8,21 +8,24 @@ from typing import TYPE_CHECKING, Any
 from ...errors import extra
 
 with extra("trainer", __name__):
-    from .distributed import (
+    from .options import (
+        ModelParallelismPlugin,
         NeuronModelForCausalLM,
         NeuronPeftModel,
         NeuronPeftModelForCausalLM,
         Parallelizer,
         ParallelizersManager,
+        TrainingNeuronConfig,
         consolidate_model_parallel_checkpoints_to_unified_checkpoint,
         lazy_load_for_parallelism,
         make_optimizer_constructor_lazy,
     )
-    from .options import ModelParallelismPlugin, TrainingNeuronConfig
-    from .trainers import NeuronAccelerator, NeuronTrainer, Seq2SeqNeuronTrainer
-    from .training_args import (
+    from .trainers import (
+        NeuronAccelerator,
         NeuronHfArgumentParser,
+        NeuronTrainer,
         NeuronTrainingArguments,
+        Seq2SeqNeuronTrainer,
         Seq2SeqNeuronTrainingArguments,
         send_example_telemetry,
     )
@@ -31,6 +34,13 @@ if TYPE_CHECKING:
     from ..peft import get_peft_model
     from .sft import NeuronSFTConfig, NeuronSFTTrainer
 
+__all__ = ["ModelParallelismPlugin", "Parallelizer", "ParallelizersManager", "TrainingNeuronConfig"]
+__all__ += ["NeuronAccelerator", "NeuronHfArgumentParser", "NeuronTrainer", "NeuronTrainingArguments"]
+__all__ += ["NeuronModelForCausalLM", "NeuronPeftModel", "NeuronPeftModelForCausalLM", "get_peft_model"]
+__all__ += ["NeuronSFTConfig", "NeuronSFTTrainer", "Seq2SeqNeuronTrainer", "Seq2SeqNeuronTrainingArguments"]
+__all__ += ["lazy_load_for_parallelism", "make_optimizer_constructor_lazy", "send_example_telemetry"]
+__all__ += ["consolidate_model_parallel_checkpoints_to_unified_checkpoint"]
+
 
 def __getattr__(name: str) -> Any:
     # on first use: few scripts have peft and TRL
@@ -38,27 +48,3 @@ def __getattr__(name: str) -> Any:
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(module, __name__), name)
-
-
-__all__ = [
-    "ModelParallelismPlugin",
-    "NeuronAccelerator",
-    "NeuronHfArgumentParser",
-    "NeuronModelForCausalLM",
-    "NeuronPeftModel",
-    "NeuronPeftModelForCausalLM",
-    "NeuronSFTConfig",
-    "NeuronSFTTrainer",
-    "NeuronTrainer",
-    "NeuronTrainingArguments",
-    "Parallelizer",
-    "ParallelizersManager",
-    "Seq2SeqNeuronTrainer",
-    "Seq2SeqNeuronTrainingArguments",
-    "TrainingNeuronConfig",
-    "consolidate_model_parallel_checkpoints_to_unified_checkpoint",
-    "get_peft_model",
-    "lazy_load_for_parallelism",
-    "make_optimizer_constructor_lazy",
-    "send_example_telemetry",
-]

@@ -1,28 +1,32 @@
-"""The options of cutting a model, by optimum-neuron's names."""
+"""optimum-neuron's options of cutting a model, and its functions and classes that take them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import MISSING, dataclass, fields
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
+import torch
+import transformers
 from torch import nn
 
+from ...checkpoint.rewrite import consolidate
 from ...log import inform
-from ...models import parallelize
-from ...models.transformers import vocabulary
+from ...models import lazy, parallelize
+from ...models.families import KINDS
+from ...models.transformers import REFUSED, checked_model, rules_of, vocabulary
 from ...runtime.context import ParallelContext, current, is_initialized
 from ...runtime.init import init
-from ..transformers.files import is_cut
+from ..model_files import is_cut
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
 def join(tp: int, pp: int = 1) -> ParallelContext:
     """The context of this job, which starts here if nothing has started it. ValueError for another mesh."""
-    if not is_initialized():
-        return init(tp=tp, pp=pp)
-    ctx = current()
+    ctx = current() if is_initialized() else init(tp=tp, pp=pp)
     mesh = dict(ctx.mesh.axes)
     if (mesh.get("tp", 1), mesh.get("pp", 1)) != (tp, pp):
         raise ValueError(
@@ -81,15 +85,17 @@ class _Parallelism:
         note(vars(self), defaults_of(type(self)))
         if not is_cut(model):
             stages = self.pipeline_parallel_size > 1
+            whole = () if self.parallelize_embeddings else [end for end in vocabulary(model) if end is not None]
             parallelize(
                 model,
-                plan={} if self.parallelize_embeddings else whole_ends(model),
+                plan={name: "replicate" for name, module in model.named_modules() if module in whole},
                 sequence_parallel=self.sequence_parallel_enabled and self.tensor_parallel_size > 1,
                 num_microbatches=self.pipeline_parallel_num_microbatches if stages else None,
                 lazy_from=self.checkpoint_dir,
             )
-        if self.gradient_checkpointing:
-            recompute(model)
+        if self.gradient_checkpointing:  # which transformers has given another name in 5.23
+            made: Any = model
+            (getattr(made, "activation_checkpointing_enable", None) or made.gradient_checkpointing_enable)()
         return model if device is None else model.to(device)
 
 
@@ -114,18 +120,6 @@ class ModelParallelismPlugin(_Parallelism):
         for name in ("tensor_parallel_size", "pipeline_parallel_size", "pipeline_parallel_num_microbatches"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be 1 or more, not {getattr(self, name)}")
-
-
-def whole_ends(model: Any) -> dict[str, Any]:
-    """Rules that leave the vocabulary whole on every rank."""
-    ends = [module for module in vocabulary(model) if module is not None]
-    return {name: "replicate" for name, module in model.named_modules() if module in ends}
-
-
-def recompute(model: Any) -> None:
-    """Turn activation checkpointing on, which transformers has given another name in 5.23."""
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable()
 
 
 @dataclass
@@ -160,3 +154,134 @@ class TrainingNeuronConfig(_Parallelism):
 
 Options = ModelParallelismPlugin | TrainingNeuronConfig
 """Either way to say it. Their fields have other orders, as published, and are given by position too."""
+
+
+_FLASH = "flash_attention_2"
+
+
+@contextmanager
+def lazy_load_for_parallelism(tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1) -> Iterator[None]:
+    """Within, ``from_pretrained`` makes shapes only of a model that will be cut: each rank reads its part."""
+    parallel = (tensor_parallel_size, pipeline_parallel_size) != (1, 1)
+    if parallel:
+        join(tensor_parallel_size, pipeline_parallel_size)
+    with lazy() if parallel else nullcontext():
+        yield
+
+
+def make_optimizer_constructor_lazy(optimizer_cls: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    """``optimizer_cls`` itself: parameters stay the same objects when a model is cut, and most optimizers make their
+    state at the first step. ValueError for one that makes it at once, as Adagrad does."""
+    probe = torch.nn.Parameter(torch.zeros(1, device="cpu"))
+    if optimizer_cls([probe], lr=1e-3).state:  # type: ignore[call-arg]
+        raise ValueError(
+            f"{optimizer_cls.__name__} makes its state at once, of the shapes that parameters have then: "
+            "make it once the model is cut and moved, or use tpcore.Zero1, which waits for the first step"
+        )
+    return optimizer_cls
+
+
+def consolidate_model_parallel_checkpoints_to_unified_checkpoint(
+    checkpoint_dir: str | os.PathLike[str],
+    output_dir: str | os.PathLike[str],
+    save_format: Literal["pytorch", "safetensors"] = "safetensors",
+) -> None:
+    """One model that ``from_pretrained`` opens, out of a run's checkpoint or its ``tensor_parallel_shards``, as
+    ``tpcore checkpoint consolidate`` makes it. ValueError for another format."""
+    if save_format not in ("pytorch", "safetensors"):
+        raise ValueError(f"save_format must be 'pytorch' or 'safetensors', not {save_format!r}")
+    consolidate(checkpoint_dir, output_dir, pickled=save_format == "pytorch")
+
+
+@dataclass(frozen=True)
+class Parallelizer:
+    """Cuts a model of one type."""
+
+    model_type: str
+
+    def parallelize(self, model: Any, device: Any = None, **options: Any) -> Any:
+        """``model``, cut in place; over the ranks of the current job where no size is given. ``options``: fields of
+        ``ModelParallelismPlugin``."""
+        if model.config.model_type != self.model_type:
+            raise ValueError(f"a parallelizer for {self.model_type} was given a {model.config.model_type}")
+        for name, axis in (("tensor_parallel_size", "tp"), ("pipeline_parallel_size", "pp")):
+            if options.get(name) is None:
+                options[name] = current().mesh.axes.get(axis, 1)
+        return ModelParallelismPlugin(**options).parallelize_model(model, device)
+
+
+class ParallelizersManager:
+    """Which models can be cut, and how."""
+
+    @staticmethod
+    def get_supported_model_types() -> list[str]:
+        """The model types with a plan of tpcore. Models with a plan of transformers are supported as well."""
+        return sorted(KINDS)
+
+    @classmethod
+    def is_model_supported(cls, model_type_or_model: str | nn.Module) -> bool:
+        """Whether ``tpcore.parallelize`` finds a plan for it: its own, or that of transformers."""
+        if isinstance(model_type_or_model, str):
+            known = transformers.CONFIG_MAPPING
+            theirs = model_type_or_model in known and model_type_or_model not in REFUSED
+            planned = theirs and bool(getattr(known[model_type_or_model], "base_model_tp_plan", None))
+            return planned or model_type_or_model in KINDS
+        try:
+            rules_of(checked_model(model_type_or_model), {})
+        except (TypeError, ValueError):
+            return False
+        return True
+
+    @classmethod
+    def parallelizer_for_model(cls, model_type_or_model: Any) -> Parallelizer:
+        """ValueError for a model that has no plan, with what to say instead."""
+        if isinstance(model_type_or_model, str):
+            if not cls.is_model_supported(model_type_or_model):
+                known = cls.get_supported_model_types()
+                raise ValueError(f"{model_type_or_model} has no plan in transformers and is not among {known}")
+            return Parallelizer(model_type_or_model)
+        rules_of(checked_model(model_type_or_model), {})
+        return Parallelizer(model_type_or_model.config.model_type)
+
+
+class NeuronModelForCausalLM:
+    """``transformers.AutoModelForCausalLM``, whose models come sharded as a ``trn_config`` says."""
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str | os.PathLike[str], trn_config: Options, *args: Any, **options: Any
+    ) -> Any:
+        """The sharded model, of which each rank has read its part. ``use_flash_attention_2`` and an
+        ``attn_implementation`` of that name are attention of torch's, ``sdpa``."""
+        _as_sdpa(options)
+        with lazy() if trn_config.should_parallelize else nullcontext():
+            model = transformers.AutoModelForCausalLM.from_pretrained(pretrained_model_name_or_path, *args, **options)
+        return trn_config.parallelize_model(model) if trn_config.should_parallelize else model
+
+    @classmethod
+    def from_config(cls, config: Any, trn_config: Options, **options: Any) -> Any:
+        """The sharded model with initial values."""
+        _as_sdpa(options)
+        return trn_config.parallelize_model(transformers.AutoModelForCausalLM.from_config(config, **options))
+
+
+def _as_sdpa(options: dict[str, Any]) -> None:
+    if options.pop("use_flash_attention_2", False) or options.get("attn_implementation") == _FLASH:
+        options["attn_implementation"] = "sdpa"
+        if current().rank == 0:
+            inform(f"{_FLASH}: attention is torch's scaled_dot_product_attention")
+
+
+class NeuronPeftModel:
+    """``peft.PeftModel`` for a sharded model."""
+
+    @classmethod
+    def from_pretrained(cls, model: Any, model_id: str | os.PathLike[str], *args: Any, **options: Any) -> Any:
+        """``tpcore.integrations.peft.from_pretrained``."""
+        from ..peft import from_pretrained
+
+        return from_pretrained(model, model_id, *args, **options)
+
+
+class NeuronPeftModelForCausalLM(NeuronPeftModel):
+    """The same; peft makes its ``PeftModelForCausalLM`` where the adapters' files are of that task."""

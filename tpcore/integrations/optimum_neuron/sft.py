@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..trl import SFTConfig, SFTTrainer
-from .trainers import NeuronTrainer
-from .training_args import NeuronTrainingArguments
+from .trainers import NeuronTrainer, NeuronTrainingArguments
 
 __all__ = ["NeuronSFTConfig", "NeuronSFTTrainer"]
 

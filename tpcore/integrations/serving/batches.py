@@ -7,7 +7,9 @@ import json
 import random
 from typing import Any
 
+import torch
 from fastapi import HTTPException
+from torch import Tensor
 from transformers.cli.serving.utils import (
     CBGenerateManager,
     CBStreamer,
@@ -15,6 +17,8 @@ from transformers.cli.serving.utils import (
     _StreamError,
     response_events_to_chunks,
 )
+from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessor
+from transformers.generation.logits_process import LogitsProcessorList
 
 _ENDED = "a rank failed, and the ranks start again: ask again"
 
@@ -41,42 +45,25 @@ class Batches(CBGenerateManager):
         # another rank's error ends the engine here without one
         return bool(self._cb.is_running()) and super().is_alive()
 
-    def _check_alive(self, request_id: str) -> None:
+    def generate_streaming(
+        self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, response_parser: Any = None
+    ) -> tuple[asyncio.Queue[Any], Stream]:
         if not self.is_alive():
             raise CBWorkerDeadError(_ENDED)
-
-    def _room(self, ids: list[int]) -> int:
-        """How many tokens may follow the prompt ``ids``."""
+        if len(self._cb.output_router.result_handlers) >= self._most:
+            raise HTTPException(429, f"{self._most} requests are open, and no more are taken: try again later")
+        ids = inputs["input_ids"]
         if not ids:
             raise HTTPException(400, "the prompt has no tokens")
         if len(ids) >= self.limit:
             told = f"the prompt has {len(ids)} tokens, and prompt and answer may have {self.limit} together"
             raise HTTPException(400, told)
-        return self.limit - len(ids)
-
-    def generate_streaming(
-        self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, response_parser: Any = None
-    ) -> tuple[asyncio.Queue[Any], Stream]:
-        self._check_alive(request_id)
-        if len(self._cb.output_router.result_handlers) >= self._most:
-            raise HTTPException(429, f"{self._most} requests are open, and no more are taken: try again later")
-        ids = inputs["input_ids"]
-        gen_config.max_new_tokens = min(gen_config.max_new_tokens, self._room(ids))
+        gen_config.max_new_tokens = min(gen_config.max_new_tokens, self.limit - len(ids))
         seed = getattr(gen_config, "seed", None)
         sampled = gen_config.do_sample and gen_config.temperature != 0
         found: asyncio.Queue[Any] = asyncio.Queue()
-        tokenizer = getattr(processor, "tokenizer", processor)
-        stops = gen_config.stop_strings or []
-        stream = Stream(
-            self._cb,
-            request_id,
-            tokenizer._tokenizer,
-            asyncio.get_running_loop(),
-            found,
-            response_parser=response_parser,
-            stops=[stops] if isinstance(stops, str) else stops,
-            config=gen_config,
-        )
+        text, loop = getattr(processor, "tokenizer", processor)._tokenizer, asyncio.get_running_loop()
+        stream = Stream(self._cb, request_id, text, loop, found, response_parser=response_parser, config=gen_config)
         self._cb.register_result_handler(request_id, stream.take)
         taken = self._cb.add_request(
             ids,
@@ -111,12 +98,14 @@ class Batches(CBGenerateManager):
 
 
 class Stream(CBStreamer):
-    """The text of one request, up to the first of its ``stops``."""
+    """The text of one request, up to the first of the strings at which it stops."""
 
-    def __init__(self, *args: Any, stops: list[str], config: Any, **options: Any) -> None:
+    def __init__(self, *args: Any, config: Any, **options: Any) -> None:
+        """``config``: of the generation, with ``stop_strings``."""
         super().__init__(*args, **options)
-        self._stops, self._config, self._held, self._over = stops, config, "", False
-        ends = config.eos_token_id
+        self._config, self._held, self._over = config, "", False
+        stops, ends = config.stop_strings or [], config.eos_token_id
+        self._stops = [stops] if isinstance(stops, str) else stops
         self._ends = ends if isinstance(ends, list) else [ends]
         self.tokens: list[int] = []
 
@@ -172,3 +161,60 @@ class Stream(CBStreamer):
         self._over = True
         super().cancel()
         self._cb.output_router.result_handlers.pop(self._request_id, None)
+
+
+class Sampling(ContinuousBatchingLogitsProcessor):
+    """Leaves each row one token, which the engine's argmax takes.
+
+    A request has ``temperature`` (0: the most likely token), ``top_k`` (0: all), ``top_p`` (1: all) and ``seed``. Its
+    numbers are drawn from the seed and the place of its token, not from a stream that other requests use too.
+    """
+
+    supported_kwargs = {"temperature": float, "top_k": int, "top_p": float, "seed": int}
+    ignored_kwargs = ()
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[dict[str, Any], int]] = []
+
+    def fill_defaults(self, int32_tensor: Tensor) -> None:
+        int32_tensor.zero_()
+
+    def prepare_tensor_args(self, requests_with_new_token: list[Any]) -> Tensor:
+        states = [request.state for request in requests_with_new_token]
+        # the place: a request that made room in a full cache begins again with its tokens as a part of the prompt
+        places = [len(state.initial_tokens) + state.generated_len() for state in states]
+        self._rows = [(state.logit_processor_kwargs, place) for state, place in zip(states, places, strict=True)]
+        return torch.zeros(len(states), dtype=torch.int32)
+
+    def __call__(self, scores: Tensor, tensor_arg: Tensor) -> Tensor:
+        tokens = [int(choose(row, number, **how)) for row, (how, number) in zip(scores, self._rows, strict=False)]
+        chosen = torch.zeros_like(scores)
+        chosen[torch.arange(len(tokens)), tokens] = 1
+        return chosen
+
+
+def choose(
+    scores: Tensor, number: int, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0
+) -> Tensor:
+    """The token after ``scores`` [vocabulary]: softmax with temperature, of the ``top_k`` best, of the fewest whose
+    probabilities sum to ``top_p`` (nucleus sampling, Holtzman et al. 2020, arXiv:1904.09751)."""
+    if temperature == 0:
+        return scores.argmax()
+    k = min(top_k, len(scores)) if top_k > 0 else len(scores)
+    wide = scores.float()
+    # below the largest: at the smallest temperature the others become minus infinity, and nothing becomes no number
+    best, tokens = ((wide - wide.max()) / max(temperature, 1e-6)).topk(k)
+    chances = best.softmax(0)
+    taken = chances.cumsum(0) - chances < top_p
+    taken[0] = True  # a top_p that is 0 in float32 leaves the most likely one too
+    chances = torch.where(taken, chances, 0.0)
+    generator = torch.Generator(scores.device).manual_seed((seed * 1_000_003 + number) % 2**63)
+    return tokens[torch.multinomial(chances, 1, generator=generator)]
+
+
+def sample_by_request(manager: Any) -> None:
+    """Let the requests of ``manager``, which has not started, have their own ``Sampling``."""
+    processors = manager.logit_processor
+    processors.logits_processor, processors.tensors_required = LogitsProcessorList([Sampling()]), 1
+    processors._retrieve_processors_kwargs()
+    processors.do_processing = True

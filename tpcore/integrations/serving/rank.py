@@ -25,8 +25,7 @@ from ...processes.launch import follow
 from ...runtime.context import current
 from ...runtime.init import init
 from ...runtime.memory import keep_freed_memory
-from .batches import Batches
-from .sampling import sample_by_request
+from .batches import Batches, sample_by_request
 from .server import application
 
 _PATIENCE = 10  # seconds for open requests, when the server is told to end
@@ -71,15 +70,8 @@ class _Unread(Queue[Any]):
 
 async def _served(app: Any, engine: Any, listener: socket.socket, ready: int) -> bool:
     """Serve until a signal, or until the engine stops. Whether it was a signal."""
-    server = uvicorn.Server(
-        uvicorn.Config(
-            app,
-            log_level="warning",
-            timeout_graceful_shutdown=_PATIENCE,
-            timeout_keep_alive=_KEEP_ALIVE,
-            access_log=False,
-        )
-    )
+    waits: dict[str, Any] = {"timeout_graceful_shutdown": _PATIENCE, "timeout_keep_alive": _KEEP_ALIVE}
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, **waits))
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
     told = False
     while not serving.done():
@@ -92,17 +84,13 @@ async def _served(app: Any, engine: Any, listener: socket.socket, ready: int) ->
     return bool(engine.is_running())
 
 
-def _quiet() -> None:
-    """The engine logs the error of its thread with two tracebacks; whoever waits for it is told, and so is the log."""
-    transformers.logging.set_verbosity_error()
-    engine_log.setLevel("CRITICAL")
-    threading.excepthook = lambda hook: log.error("%s", hook.exc_value)
-
-
 def main(lifeline: int, fd: int, ready: int, options: dict[str, Any]) -> int:
     follow(lifeline)
     keep_freed_memory()
-    _quiet()
+    # the engine logs the error of its thread with two tracebacks; whoever waits for it is told, and so is the log
+    transformers.logging.set_verbosity_error()
+    engine_log.setLevel("CRITICAL")
+    threading.excepthook = lambda hook: log.error("%s", hook.exc_value)
     for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn has its own while it runs, and raises the signal again
         signal.signal(number, lambda *_: None)
     ctx = init(backend=options["backend"], tp=options["tp"], timeout=options["timeout"])

@@ -1,12 +1,13 @@
-"""The counterparts of other libraries' names, which are rows of ``names.tsv``."""
+"""The counterparts of other libraries' names, rows of ``names.tsv``, and calls that mean something else here, rows of
+``meanings.tsv``."""
 
 from __future__ import annotations
 
+import ast
+from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
+from pkgutil import resolve_name
 
 
 @dataclass(frozen=True)
@@ -19,14 +20,11 @@ class Counterpart:
     same_call: bool = True
 
 
-def _read() -> dict[str, Counterpart]:
-    """The rows of ``names.tsv``, by the old name."""
-    rows = (line.split("\t") for line in Path(__file__).with_name("names.tsv").read_text().splitlines())
-    table = {}
-    for old, *fields in (row for row in rows if not row[0].startswith("#")):
-        new, call, note = (*fields, "", "", "")[:3]
-        table[old] = Counterpart(new or None, note, same_call=not call)
-    return table
+def _rows(file: str) -> Iterator[list[str]]:
+    """The rows of a table, each with four fields."""
+    for line in Path(__file__).with_name(file).read_text().splitlines():
+        if not line.startswith("#"):
+            yield [*line.split("\t"), "", "", ""][:4]
 
 
 NXD, _STATE, _NEW_STATE = "neuronx_distributed", "megatron.core.parallel_state", "tpcore.nxd.parallel_state"
@@ -34,26 +32,21 @@ _MPU = ("megatron.core.mpu", "megatron.mpu")
 """Other names of Megatron's parallel_state."""
 FAMILIES = (NXD, "fairscale.nn.model_parallel", "megatron", "optimum.neuron", "torch_xla")
 
-_ROWS = _read()
+_MEANINGS = [*_rows("meanings.tsv")]
+_ROWS = {old: Counterpart(new or None, note, not call) for old, new, call, note in _rows("names.tsv")}
 TABLES = {old: to for old, to in _ROWS.items() if to.new is not None}
 OPTIMUM = {old: to for old, to in TABLES.items() if old.startswith("optimum.neuron.")}
 TRANSFORMERS = {old: to for old, to in TABLES.items() if old.startswith("transformers.")}
 """What scripts of optimum-neuron import of transformers 4, and 5 has not."""
 _ABSENT = {old: to for old, to in _ROWS.items() if to.new is None}
-"""What tpcore lacks of NxD, with what to do instead. The longest match counts."""
-
-_OF_OPTIMUM = {
-    "NeuronModelForCausalLM": "tpcore.parallelize(AutoModelForCausalLM.from_pretrained(...)), or `tpcore serve`",
-    "NeuronORPOTrainer": "tpcore.integrations.trl.DPOTrainer, or a loss of one's own in NeuronTrainer",
-    "NeuronGRPOTrainer": "there is none: it needs a server that generates",
-}
-"""What to do where optimum-neuron has a class that is not here, under any of its modules."""
+"""What tpcore lacks of NxD, with what to do instead: the longest match counts. Classes of optimum-neuron, which are in
+several of its modules, have their name alone."""
 
 
 def counterpart(name: str) -> Counterpart | None:
     """The counterpart of a full name, ``package.module.name``; None for a name of an unknown library."""
     for alias in _MPU:
-        if name == alias or name.startswith(f"{alias}."):
+        if _within(name, alias):
             name = f"{_STATE}{name.removeprefix(alias)}"
     if name in TABLES:
         return TABLES[name]
@@ -61,17 +54,17 @@ def counterpart(name: str) -> Counterpart | None:
     if owner is not None and not owner.startswith("torch_xla"):
         to = TABLES[owner]
         return Counterpart(to.new and f"{to.new}{name.removeprefix(owner)}", "", to.same_call)
-    if name == _STATE or name.startswith(f"{_STATE}."):
-        new = f"{_NEW_STATE}{name.removeprefix(_STATE)}"
-        return Counterpart(new) if _exists(new) else Counterpart(None, "no counterpart")
-    if name != NXD and not name.startswith(f"{NXD}."):
+    for old, here in ((_STATE, _NEW_STATE), (NXD, "tpcore.nxd")):
+        if _within(name, old) and _exists(new := f"{here}{name.removeprefix(old)}"):
+            return Counterpart(new)
+    if not _within(name, _STATE) and not _within(name, NXD):
         return _module(name) or _gone(name)
-    inside = name.removeprefix(NXD).lstrip(".")
-    new = f"tpcore.nxd.{inside}" if inside else "tpcore.nxd"
-    if _exists(new):
-        return Counterpart(new)
-    fits = [old for old in _ABSENT if name == old or name.startswith(f"{old}.")]
+    fits = [old for old in _ABSENT if _within(name, old)]
     return _ABSENT[max(fits, key=len)] if fits else Counterpart(None, "no counterpart")
+
+
+def _within(name: str, library: str) -> bool:
+    return name == library or name.startswith(f"{library}.")
 
 
 def _module(name: str) -> Counterpart | None:
@@ -89,27 +82,36 @@ def _module(name: str) -> Counterpart | None:
 
 def _gone(name: str) -> Counterpart | None:
     """'No counterpart' for a name of a listed library; None for torch_xla's and for what is of none."""
-    note = next((note for kind, note in _OF_OPTIMUM.items() if kind in name.split(".")), "no counterpart")
+    note = next((to.note for kind, to in _ABSENT.items() if kind in name.split(".")), "no counterpart")
     return Counterpart(None, note) if old_library(name) and "torch_xla" not in name else None
 
 
 def old_library(name: str) -> bool:
     """Whether ``name`` is, or is in, a library whose names are known here, or is one that has gone."""
-    return name in TRANSFORMERS or any(name == family or name.startswith(f"{family}.") for family in FAMILIES)
+    return name in TRANSFORMERS or any(_within(name, family) for family in FAMILIES)
 
 
 def _exists(name: str) -> bool:
     """Whether ``name`` is a module of tpcore, or an attribute of one."""
-    found: object = import_module("tpcore")
-    parts = name.split(".")
-    for at, part in enumerate(parts[1:], 1):
-        inside = ".".join(parts[: at + 1])
-        if isinstance(found, ModuleType) and not hasattr(found, part):
-            if not hasattr(found, "__path__") or find_spec(inside) is None:
-                return False
-            found = import_module(inside)
-        elif hasattr(found, part):
-            found = getattr(found, part)
-        else:
-            return False
+    try:
+        resolve_name(name)
+    except (ImportError, AttributeError):
+        return False
     return True
+
+
+def notes_on(name: str, call: ast.Call) -> list[str]:
+    """The notes on a call of ``name``, a full name of tpcore, that imports as before but means something else."""
+    given = {keyword.arg: keyword.value for keyword in call.keywords}
+    found = []
+    for of, argument, values, note in _MEANINGS:
+        if f".{name}".endswith(f".{of}") and (not argument or (argument in given and _is(given[argument], values))):
+            found.append(f"{argument}: {note}" if argument else note)
+    return found
+
+
+def _is(node: ast.expr, values: str) -> bool:
+    """Whether a value in a call is among those of a row. An expression may be any but 1 or False."""
+    value = node.value if isinstance(node, ast.Constant) else node
+    among = {"true": bool(value), "false": not value, "1": value == 1, "not 1": value not in (None, 1)}
+    return not values or among[values]

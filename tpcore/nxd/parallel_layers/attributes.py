@@ -1,4 +1,4 @@
-"""Attributes of layers and marks on parameters by the names that published scripts read."""
+"""Attributes of layers and marks on parameters by the names that published scripts read; the norm with its own."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ... import layers
 from ...layers.initial import Init
 from ...layers.module import Device, ParallelModule
 from ...layers.sharding import sharding
+from .. import mirror
 
 Place = Device | Literal[False]
 """Where to allocate. False means None."""
@@ -19,17 +21,17 @@ def sequence_dim(enabled: bool, dim: int | None) -> int | None:
     """One value for two arguments: the sequence dimension (0 by default), or None."""
     if dim is not None and not enabled:
         raise ValueError(f"sequence_dimension={dim} without sequence_parallel_enabled=True has no meaning")
-    return (0 if dim is None else dim) if enabled else None
+    return (dim or 0) if enabled else None
 
 
-def mark(tensor: Tensor) -> None:
+def mark(tensor: Any) -> None:
     """Set the attributes by which NeuronX Distributed and Megatron-LM describe the sharding of ``tensor``."""
     found = sharding(tensor)
     cut = found.layout.cuts[0] if found and found.layout.cuts else None
-    tensor.tensor_model_parallel = cut is not None  # type: ignore[attr-defined]
-    tensor.partition_dim = -1 if cut is None else cut.spec.dim  # type: ignore[attr-defined]
-    tensor.partition_stride = 1 if cut is None else len(cut.spec.blocks)  # type: ignore[attr-defined]
-    tensor.num_partitions = 1 if cut is None or not found else cut.degree(found.ctx.mesh)  # type: ignore[attr-defined]
+    tensor.tensor_model_parallel = cut is not None
+    tensor.partition_dim = -1 if cut is None else cut.spec.dim
+    tensor.partition_stride = 1 if cut is None else len(cut.spec.blocks)
+    tensor.num_partitions = 1 if cut is None or not found else cut.degree(found.ctx.mesh)
 
 
 class PublishedAttributes(ParallelModule):
@@ -66,8 +68,10 @@ class PublishedAttributes(ParallelModule):
         """``reset_parameters``, by the name under which ``param_init_fn`` of a script calls it."""
         self.reset_parameters()
 
-    def initialize_weight_and_bias(self) -> None:
-        self.reset_parameters()
+    initialize_weight_and_bias = init_weight_cpu
+
+    def _local(self, dim: int) -> int:
+        return int(self.shard_specs["weight"].local_shape(self.tp.size)[dim])
 
 
 class LinearAttributes(PublishedAttributes):
@@ -87,10 +91,6 @@ class LinearAttributes(PublishedAttributes):
         """How many projections are fused along the cut features."""
         return len(self.shard_specs["weight"].blocks)
 
-    def _local(self, feature: int) -> int:
-        shape = self.shard_specs["weight"].local_shape(self.tp.size)
-        return int(shape[feature])
-
     @property
     def output_size_per_partition(self) -> int:
         return self._local(0)
@@ -103,11 +103,11 @@ class LinearAttributes(PublishedAttributes):
 class EmbeddingAttributes(PublishedAttributes):
     @property
     def num_embeddings_per_partition(self) -> int:
-        return int(self.shard_specs["weight"].local_shape(self.tp.size)[0])
+        return self._local(0)
 
     @property
     def embedding_dim_per_partition(self) -> int:
-        return int(self.shard_specs["weight"].local_shape(self.tp.size)[1])
+        return self._local(1)
 
     @property
     def start_index(self) -> int:
@@ -139,3 +139,10 @@ class NormArguments:
     @property
     def sequence_parallel_enabled(self) -> bool:
         return self.sequence_parallel
+
+
+class LayerNorm(NormArguments, layers.LayerNorm):
+    """``tpcore.LayerNorm``; ``sequence_parallel_enabled`` is its ``sequence_parallel``."""
+
+
+mirror(__name__, "parallel_layers.layer_norm")

@@ -26,8 +26,8 @@ def save(
 ) -> None:
     """``tpcore.checkpoint.save``. ``checkpoint`` and ``output_dir`` are other names of the first two arguments.
     ``save_xser`` is refused."""
-    state = _one("state_dict", state_dict, "checkpoint", checkpoint)
-    where = _one("save_dir", save_dir, "output_dir", output_dir)
+    state = either("state_dict", state_dict, "checkpoint", checkpoint)
+    where = either("save_dir", save_dir, "output_dir", output_dir)
     if save_xser:
         raise ValueError("save_xser=True is for a format of torch_xla: leave it out, tensors are streamed in any case")
     options |= {"down_cast_bf16": down_cast_bf16, "master_dp_only": master_dp_only}
@@ -50,7 +50,7 @@ def load(
 ) -> Any:
     """``tpcore.checkpoint.load``. ``chkpt_path`` and ``model_or_optimizer`` are other names of the first two arguments.
     Files of ``load_xser=True`` are recognised, and the argument has no effect."""
-    where = _one("load_dir", load_dir, "chkpt_path", chkpt_path)
+    where = either("load_dir", load_dir, "chkpt_path", chkpt_path)
     if not isinstance(sharded, bool) or not isinstance(model_key, str | None):  # the order of later versions
         given = f"load(load_dir, model, {model_key!r}, {sharded!r})"
         raise TypeError(f"{given}: after model, give model_or_optimizer= and others by name")
@@ -64,7 +64,7 @@ def load(
     return files.load(where, target, model_key, sharded, strict, **options)
 
 
-def _one(name: str, value: Any, other_name: str, other: Any) -> Any:
+def either(name: str, value: Any, other_name: str, other: Any) -> Any:
     """The value of an argument that has two names. TypeError unless exactly one was given."""
     if (value is None) == (other is None):
         number = "both" if value is not None else "neither"

@@ -39,13 +39,9 @@ def bucket_allreduce_gradients(grads_list: Iterable[Tensor], reduce_over_ep_grou
 def allreduce_sequence_parallel_gradients(optimizer: torch.optim.Optimizer) -> None:
     """Sum over tp, in place, the gradients of parameters that carry ``sequence_parallel_enabled``: those of a script's
     own norms. Backward has summed those of tpcore's layers, which carry no such mark."""
-    optimizer = getattr(optimizer, "optimizer", optimizer)
-    found = [
-        optimizer.gradient_of(p) if isinstance(optimizer, Zero1) else p.grad
-        for group in optimizer.param_groups
-        for p in group["params"]
-        if getattr(p, "sequence_parallel_enabled", False)
-    ]
+    inner = getattr(optimizer, "optimizer", optimizer)
+    marked = [p for group in inner.param_groups for p in group["params"] if getattr(p, "sequence_parallel_enabled", 0)]
+    found = [inner.gradient_of(p) if isinstance(inner, Zero1) else p.grad for p in marked]
     _sum_in_place([grad for grad in found if grad is not None], current().comm("tp"))
 
 

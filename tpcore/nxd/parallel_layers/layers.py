@@ -15,15 +15,11 @@ from ...runtime.context import current
 from .attributes import EmbeddingAttributes, LinearAttributes, Place, sequence_dim
 from .utils import copy_tensor_model_parallel_attributes, param_is_not_tensor_parallel_duplicate
 
-__all__ = [
-    "BaseParallelLinear",
-    "ColumnParallelLinear",
-    "ParallelEmbedding",
-    "RowParallelLinear",
-    "copy_tensor_model_parallel_attributes",
-    "create_local_weight",
-    "param_is_not_tensor_parallel_duplicate",
-]
+__all__ = ["BaseParallelLinear", "ColumnParallelLinear", "ParallelEmbedding", "RowParallelLinear"]
+__all__ += ["copy_tensor_model_parallel_attributes", "create_local_weight", "param_is_not_tensor_parallel_duplicate"]
+
+
+Options = dict[str, Any]
 
 
 class BaseParallelLinear(LinearAttributes, ParallelLinear):
@@ -75,21 +71,11 @@ class ColumnParallelLinear(BaseParallelLinear, layers.ColumnParallelLinear):
         tensor_model_parallel_group: Any = None,
     ) -> None:
         master = _master_weight(keep_master_weight, type(self), (output_size, input_size), init_method, dtype)
-        super().__init__(
-            input_size,
-            output_size,
-            bias,
-            gather_output,
-            dtype,
-            device or None,
-            blocks=stride,
-            init_method=init_method,
-            sequence_dim=sequence_dim(sequence_parallel_enabled, sequence_dimension),
-            skip_bias_add=skip_bias_add,
-            pad=pad,
-            reduce_dtype=reduce_dtype,
-            group=tensor_model_parallel_group,
-        )
+        tokens = sequence_dim(sequence_parallel_enabled, sequence_dimension)
+        options: Options = {"skip_bias_add": skip_bias_add, "pad": pad, "reduce_dtype": reduce_dtype}
+        options |= {"blocks": stride, "init_method": init_method, "group": tensor_model_parallel_group}
+        place = device or None
+        super().__init__(input_size, output_size, bias, gather_output, dtype, place, sequence_dim=tokens, **options)
         self._keep(master, init_method)
 
 
@@ -125,21 +111,10 @@ class RowParallelLinear(BaseParallelLinear, layers.RowParallelLinear):
                 "bias once per rank: pass bias=False, or skip_bias_add=True and add it after your own sum"
             )
         master = _master_weight(keep_master_weight, type(self), (output_size, input_size), init_method, dtype)
-        super().__init__(
-            input_size,
-            output_size,
-            bias,
-            input_is_parallel,
-            dtype,
-            device or None,
-            blocks=stride,
-            init_method=init_method,
-            sequence_dim=tokens,
-            skip_bias_add=skip_bias_add,
-            pad=pad,
-            reduce_dtype=reduce_dtype,
-            group=tensor_model_parallel_group,
-        )
+        options: Options = {"skip_bias_add": skip_bias_add, "pad": pad, "reduce_dtype": reduce_dtype}
+        options |= {"blocks": stride, "init_method": init_method, "group": tensor_model_parallel_group}
+        place = device or None
+        super().__init__(input_size, output_size, bias, input_is_parallel, dtype, place, sequence_dim=tokens, **options)
         self.reduce_output = reduce_output
         self._keep(master, init_method)
 
@@ -178,51 +153,27 @@ class ParallelEmbedding(EmbeddingAttributes, layers.ParallelEmbedding):
         collect_output: bool = True,
     ) -> None:
         if callable(padding_idx):  # order of the first release: (num, dim, init_method, dtype, device)
-            padding_idx, init_method, max_norm, norm_type, dtype, device = _first_order(
-                padding_idx, max_norm, norm_type, dtype, device
-            )
+            init_method, padding_idx = padding_idx, None
+            if isinstance(max_norm, torch.dtype):
+                dtype, max_norm = max_norm, None
+            if norm_type is None or norm_type is False or isinstance(norm_type, torch.device | str):
+                device, norm_type = (device if norm_type is None else norm_type), 2.0
+            if max_norm is not None or norm_type != 2.0:
+                call = "ParallelEmbedding(num_embeddings, embedding_dim, init_method, dtype, device)"
+                raise TypeError(f"{call}: got {max_norm!r} and {norm_type!r} after init_method")
         tokens = sequence_dim(sequence_parallel_enabled, sequence_dimension)
         if not collect_output and tokens is not None:
-            raise ValueError(
-                "collect_output=False leaves the sum to the caller, and sequence parallelism is part of it: "
-                "leave out sequence_parallel_enabled"
-            )
-        super().__init__(
-            num_embeddings,
-            embedding_dim,
-            padding_idx,
-            max_norm,
-            scale_grad_by_freq=scale_grad_by_freq,
-            sparse=sparse,
-            init_method=init_method,
-            device=device or None,
-            dtype=dtype,
-            shard_across_embedding=shard_across_embedding,
-            pad=pad,
-            sequence_dim=tokens,
-            group=tensor_model_parallel_group,
-        )
+            why = "leaves the sum to the caller, and sequence parallelism is part of it"
+            raise ValueError(f"collect_output=False {why}: leave out sequence_parallel_enabled")
+        options: Options = {"scale_grad_by_freq": scale_grad_by_freq, "sparse": sparse, "init_method": init_method}
+        options |= {"shard_across_embedding": shard_across_embedding, "pad": pad, "dtype": dtype}
+        options |= {"device": device or None, "group": tensor_model_parallel_group}
+        super().__init__(num_embeddings, embedding_dim, padding_idx, max_norm, sequence_dim=tokens, **options)
         self.norm_type, self.collect_output, self.arg_init_method = norm_type, collect_output, init_method
 
     def forward(self, ids: Tensor) -> Tensor:
         sequence_first = self.sequence_dim == 0 and ids.ndim == 2
         return super().forward(ids.transpose(0, 1).contiguous() if sequence_first else ids)
-
-
-def _first_order(
-    init_method: Init, third: Any, fourth: Any, dtype: torch.dtype | None, device: Place
-) -> tuple[None, Init, None, float, torch.dtype | None, Place]:
-    """The arguments of a call in the first release's order, (num, dim, init_method, dtype, device)."""
-    if isinstance(third, torch.dtype):
-        dtype, third = third, None
-    if isinstance(fourth, (torch.device, str)) or fourth is None or fourth is False:
-        device, fourth = (device if fourth is None else fourth), 2.0
-    if third is not None or fourth != 2.0:
-        raise TypeError(
-            "ParallelEmbedding(num_embeddings, embedding_dim, init_method, dtype, device): "
-            f"got {third!r} and {fourth!r} after init_method"
-        )
-    return None, init_method, None, 2.0, dtype, device
 
 
 @torch.no_grad()

@@ -25,15 +25,12 @@ def reduce_from_tensor_model_parallel_region(x: Tensor, process_group: Any = Non
     """The sum over the group; backward leaves the gradient unchanged. If autograd does not record the call, the sum is
     written into ``x``, which is returned: published loops call it on ``p.grad`` and drop the result."""
     y = ops.reduce(x, current().comm_for(process_group))
-    if y is x or y.requires_grad or _has_shared_entries(x) or torch.compiler.is_compiling():
+    # as in the result of expand, where several entries are one place in memory
+    shared = any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True))
+    if y is x or y.requires_grad or shared or torch.compiler.is_compiling():
         return y
     with torch.no_grad():
         return x.copy_(y)
-
-
-def _has_shared_entries(x: Tensor) -> bool:
-    """Whether several entries of ``x`` are one place in memory, as in the result of ``expand``."""
-    return any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True))
 
 
 def scatter_to_tensor_model_parallel_region(x: Tensor, process_group: Any = None) -> Tensor:
@@ -86,12 +83,12 @@ def _split_along_first_dim(x: Tensor, process_group: Any = None) -> Tensor:
     return current().comm_for(process_group).split(x.detach(), 0)
 
 
-def _gather_along_first_dim(x: Tensor, process_group: Any = None) -> Tensor:
-    return _gather_along_dim(x, 0, process_group)
-
-
 def _gather_along_dim(x: Tensor, dim: int, process_group: Any = None) -> Tensor:
     return current().comm_for(process_group).all_gather(x.detach(), dim)
+
+
+def _gather_along_first_dim(x: Tensor, process_group: Any = None) -> Tensor:
+    return _gather_along_dim(x, 0, process_group)
 
 
 def _reduce_scatter_along_dim(x: Tensor, dim: int, process_group: Any = None) -> Tensor:

@@ -1,13 +1,14 @@
 """NeuronX Distributed's getters for ranks, sizes and groups, answered from the current context.
 
-There is no state here. ``tpcore.Mesh`` orders the ranks: those of a tp group are contiguous, those of a dp
-group ``tp`` apart. Before ``initialize_model_parallel`` (or ``tpcore.init``) every getter raises the
-RuntimeError of ``tpcore.current``, which names the remedy. An axis that the mesh lacks has size 1.
+``tpcore.Mesh`` orders the ranks: those of a tp group are contiguous, those of a dp group ``tp`` apart. Before
+``initialize_model_parallel`` (or ``tpcore.init``) every getter raises the RuntimeError of ``tpcore.current``, which
+names the remedy. An axis that the mesh lacks has size 1.
 """
 
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -20,8 +21,25 @@ from ...layout.mesh import BATCH, DATA
 from ...runtime.consensus import gather_bytes
 from ...runtime.context import current, is_initialized
 from ...runtime.init import init, shutdown
-from ..pipeline.stages import create_pg_with_ranks, get_next_rank_group, get_prev_rank_group
-from ..utils.environment import get_rank_info_str
+from ..utils import get_rank_info_str
+
+__all__ = ["destroy_model_parallel", "gather_python_object", "get_rank_info_str", "get_world_group"]
+__all__ += ["initialize_model_parallel", "is_global_rank_zero", "model_parallel_is_initialized", "rmsg"]
+__all__ += ["get_tensor_model_parallel_group", "get_tensor_model_parallel_rank", "get_tensor_parallel_size"]
+__all__ += ["get_tensor_model_parallel_replica_groups", "get_tensor_model_parallel_size"]
+__all__ += ["get_tensor_model_parallel_src_rank", "get_tensor_model_parallel_world_size"]
+__all__ += ["get_data_parallel_group", "get_data_parallel_rank", "get_data_parallel_replica_groups"]
+__all__ += ["get_data_parallel_size", "get_data_parallel_src_rank", "get_data_parallel_world_size"]
+__all__ += ["get_pipeline_model_parallel_group", "get_pipeline_model_parallel_next_rank"]
+__all__ += ["get_pipeline_model_parallel_prev_rank", "get_pipeline_model_parallel_rank"]
+__all__ += ["get_pipeline_model_parallel_replica_groups", "get_pipeline_model_parallel_size"]
+__all__ += ["create_pg_with_ranks", "get_next_rank_group", "get_prev_rank_group"]
+__all__ += ["get_context_model_parallel_group", "get_context_model_parallel_rank", "get_context_model_parallel_size"]
+__all__ += ["get_context_model_parallel_replica_groups", "get_context_model_parallel_src_tgt_pairs"]
+__all__ += ["get_expert_model_parallel_group", "get_expert_model_parallel_rank", "get_expert_model_parallel_size"]
+__all__ += ["get_expert_data_parallel_group", "get_expert_model_parallel_replica_groups"]
+__all__ += ["get_expert_data_parallel_rank", "get_expert_data_parallel_replica_groups"]
+__all__ += ["get_expert_data_parallel_size", "get_zero1_sharding_groups"]
 
 
 def initialize_model_parallel(
@@ -39,16 +57,10 @@ def initialize_model_parallel(
     if their product does not divide the world or ``lnc_size`` is not 1, RuntimeError if initialized already.
     """
     if lnc_size != 1:
-        raise ValueError(
-            f"initialize_model_parallel: lnc_size={lnc_size!r} is not supported, only 1: tp ranks are contiguous on "
-            "every device"
-        )
-    ctx = init(
-        tp=tensor_model_parallel_size,
-        pp=pipeline_model_parallel_size,
-        ep=expert_model_parallel_size,
-        cp=context_parallel_size,
-    )
+        given = f"initialize_model_parallel: lnc_size={lnc_size!r}"
+        raise ValueError(f"{given} is not supported, only 1: tp ranks are contiguous on every device")
+    tp, pp = tensor_model_parallel_size, pipeline_model_parallel_size
+    ctx = init(tp=tp, pp=pp, ep=expert_model_parallel_size, cp=context_parallel_size)
     if not skip_collective_init:
         counted = int(ctx.world.all_reduce(torch.ones((1,), dtype=torch.int64).to(ctx.device)))
         if counted != ctx.mesh.size:
@@ -184,49 +196,34 @@ def gather_python_object(obj: Any, group: Any = None) -> list[Any]:
     return [pickle.loads(data) for data in pickled] if first else []
 
 
-__all__ = [
-    "create_pg_with_ranks",
-    "destroy_model_parallel",
-    "gather_python_object",
-    "get_context_model_parallel_group",
-    "get_context_model_parallel_rank",
-    "get_context_model_parallel_replica_groups",
-    "get_context_model_parallel_size",
-    "get_context_model_parallel_src_tgt_pairs",
-    "get_data_parallel_group",
-    "get_data_parallel_rank",
-    "get_data_parallel_replica_groups",
-    "get_data_parallel_size",
-    "get_data_parallel_src_rank",
-    "get_data_parallel_world_size",
-    "get_expert_data_parallel_group",
-    "get_expert_data_parallel_rank",
-    "get_expert_data_parallel_replica_groups",
-    "get_expert_data_parallel_size",
-    "get_expert_model_parallel_group",
-    "get_expert_model_parallel_rank",
-    "get_expert_model_parallel_replica_groups",
-    "get_expert_model_parallel_size",
-    "get_next_rank_group",
-    "get_pipeline_model_parallel_group",
-    "get_pipeline_model_parallel_next_rank",
-    "get_pipeline_model_parallel_prev_rank",
-    "get_pipeline_model_parallel_rank",
-    "get_pipeline_model_parallel_replica_groups",
-    "get_pipeline_model_parallel_size",
-    "get_prev_rank_group",
-    "get_rank_info_str",
-    "get_tensor_model_parallel_group",
-    "get_tensor_model_parallel_rank",
-    "get_tensor_model_parallel_replica_groups",
-    "get_tensor_model_parallel_size",
-    "get_tensor_model_parallel_src_rank",
-    "get_tensor_model_parallel_world_size",
-    "get_tensor_parallel_size",
-    "get_world_group",
-    "get_zero1_sharding_groups",
-    "initialize_model_parallel",
-    "is_global_rank_zero",
-    "model_parallel_is_initialized",
-    "rmsg",
-]
+# -- groups of some pipeline stages: those that share a parameter, and neighbours ---------------------------------
+def create_pg_with_ranks(ranks: Sequence[int]) -> Any:
+    """This pipeline's group of the stages ``ranks`` as the backend's own object; None on a rank of another
+    stage. Collective over the world; the second call for the same stages returns the same object."""
+    ctx, pipelines = current(), _replica_groups("pp")
+    shared = [tuple(stages[i] for i in ranks) for stages in pipelines]
+    others = [tuple(r for r in stages if r not in row) for stages, row in zip(pipelines, shared, strict=True)]
+    comm = ctx.grouped(f"stages {list(ranks)}", (*shared, *filter(None, others)))
+    return comm.process_group if any(ctx.rank in row for row in shared) else None
+
+
+def _neighbours(step: int, as_list: bool = False) -> Any:
+    """This stage and the next (``step`` 0) or the one before (1) as the backend's own object; ``as_list``: all such
+    pairs. The first call is collective over the world. ValueError for an odd number of stages."""
+    ctx, pipelines = current(), _replica_groups("pp")
+    count = len(pipelines[0])
+    if count % 2:
+        raise ValueError(f"{count} pipeline stages make no pairs: there is no group of neighbours")
+    # two partitions: pairs that begin at even stages, and those that begin at odd ones
+    halves = [[[row[i], row[(i + 1) % count]] for row in pipelines for i in range(at, count, 2)] for at in (0, 1)]
+    mine = (ctx.coord("pp") + step) % 2
+    if as_list:
+        return halves[mine]
+    # both on every rank, for making a group is collective over the world
+    sorted_pairs = [tuple(tuple(sorted(pair)) for pair in pairs) for pairs in halves]
+    comms = [ctx.grouped(f"pairs from stage {at}", pairs) for at, pairs in enumerate(sorted_pairs)]
+    return comms[mine].process_group
+
+
+get_next_rank_group = partial(_neighbours, 0)
+get_prev_rank_group = partial(_neighbours, 1)

@@ -1,18 +1,33 @@
-"""NeuronX Distributed's small helpers for model code."""
+"""NeuronX Distributed's helpers for model code: parts of tensors, random streams, log-probabilities."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree
 
 from ... import settings
+from ...layers.loss import parallel_cross_entropy
 from ...layers.module import move_model_to_device
 from ...layers.sharding import sharding, stamp
 from ...layout.shard import divide
+from ...log import inform
 from ...runtime.context import current
+from ...runtime.random import get_state, manual_seed, set_state, sharded
+from .. import mirror
 from .attributes import mark
+
+__all__ = ["EmbeddingUtility", "copy_tensor_model_parallel_attributes", "divide", "ensure_divisibility"]
+__all__ += ["get_local_world_size", "get_number_of_extra_heads", "get_padding_length", "is_pjrt_device"]
+__all__ += ["move_all_tensor_to_cpu", "move_model_to_device", "param_is_not_tensor_parallel_duplicate"]
+__all__ += ["requires_init_pg_override", "split_tensor_along_dim", "split_tensor_along_last_dim"]
+__all__ += ["XLARNGStatesTracker", "get_xla_rng_tracker", "model_parallel_xla_manual_seed"]
+__all__ += ["from_parallel_logits_to_logprobs", "parallel_cross_entropy"]
+
+_MODEL_PARALLEL_RNG_TRACKER_NAME = "model-parallel-rng"
 
 
 def ensure_divisibility(numerator: int, denominator: int) -> None:
@@ -62,6 +77,11 @@ def get_padding_length(numerator: int, denominator: int) -> int:
     return -numerator % denominator
 
 
+def get_number_of_extra_heads(n_head: int, tp_degree: int) -> int:
+    """Heads to add to ``n_head`` so that ``tp_degree`` divides them."""
+    return get_padding_length(n_head, tp_degree)
+
+
 def move_all_tensor_to_cpu(data: Any, convert: bool = True) -> Any:
     """``data``, a nest of lists, tuples and dicts, with its tensors on the CPU; itself unless ``convert``."""
     return _pytree.tree_map(lambda t: t.cpu() if isinstance(t, Tensor) else t, data) if convert else data
@@ -90,18 +110,52 @@ class EmbeddingUtility:
         return EmbeddingUtility.range_from_per_partition_vocab_size(size, rank, world_size)
 
 
-__all__ = [
-    "EmbeddingUtility",
-    "copy_tensor_model_parallel_attributes",
-    "divide",
-    "ensure_divisibility",
-    "get_local_world_size",
-    "get_padding_length",
-    "is_pjrt_device",
-    "move_all_tensor_to_cpu",
-    "move_model_to_device",
-    "param_is_not_tensor_parallel_duplicate",
-    "requires_init_pg_override",
-    "split_tensor_along_dim",
-    "split_tensor_along_last_dim",
-]
+class XLARNGStatesTracker:
+    """Its ``fork`` is for dropout on cut activations. It has no state: streams are derived from torch's generator,
+    whose state is the only one to save (``tpcore.random``)."""
+
+    def fork(self, name: str = _MODEL_PARALLEL_RNG_TRACKER_NAME) -> AbstractContextManager[None]:
+        """``tpcore.random.sharded()``: different numbers on each tp rank, and in each block, whatever its ``name``."""
+        return sharded()
+
+    def add(self, name: str, seed: int) -> None:
+        """A line that nothing is to add: ``tpcore.random.manual_seed`` seeds what all streams come from."""
+        if current().rank == 0:
+            inform(f"random stream {name!r}: seed {seed} is not needed, streams come from the one generator")
+
+    def get_states(self) -> dict[str, Tensor]:
+        """``tpcore.random.get_state()``: what all streams come from."""
+        return get_state()
+
+    def set_states(self, states: dict[str, Tensor]) -> None:
+        """Go on from what ``get_states`` gave."""
+        set_state(states)
+
+    def reset(self) -> None:
+        """Nothing: there are no streams to forget."""
+
+
+_TRACKER = XLARNGStatesTracker()
+
+
+def get_xla_rng_tracker() -> XLARNGStatesTracker:
+    return _TRACKER
+
+
+def model_parallel_xla_manual_seed(seed: int) -> None:
+    """``tpcore.random.manual_seed``: call it after initialization, with the same seed on every rank."""
+    manual_seed(seed)
+
+
+def from_parallel_logits_to_logprobs(vocab_parallel_logits: Tensor, target: Tensor, inference: bool = True) -> Tensor:
+    """The log-probability of each next token: ``[batch, sequence - 1]``, the same on every rank.
+
+    ``vocab_parallel_logits``: ``[batch, sequence, vocab / tp]``. ``target``: ``[batch, sequence]``, the tokens
+    themselves, which are shifted here: position i is scored against token i + 1. ``inference``: without gradient.
+    """
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not inference):
+        # the last position has no next token; any id is in range there, and its score is dropped
+        return -parallel_cross_entropy(vocab_parallel_logits, target.roll(-1, -1))[:, :-1]
+
+
+mirror(__name__, *(f"parallel_layers.{name}" for name in ("loss_functions", "pad", "random")))

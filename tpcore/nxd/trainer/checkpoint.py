@@ -6,14 +6,15 @@ import os
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ... import checkpoint
 from ...checkpoint.storage.files import MANIFEST
 from ...errors import CheckpointError
-from ...runtime.consensus import gather_bytes
+from ...runtime.consensus import gather
 from ...runtime.context import current
-from .optimizer import NxDOptimizer
+from ...train.parameters import name_parameters
+from .model import NxDOptimizer
 
 
 def save_checkpoint(
@@ -38,14 +39,12 @@ def save_checkpoint(
     stay whose tags differ in the number at the end only. ``async_save``: returns once values are copied. The other
     arguments choose among formats and numbers of writers, of which there is one: they change nothing.
     """
-    state: dict[str, Any] = {}
-    if model is not None:
-        state["model"] = model if isinstance(model, dict) else model.state_dict()
+    state: dict[str, Any] = {"user_content": user_content}
+    for name, given in (("model", model), ("scheduler", scheduler)):
+        if given is not None:
+            state[name] = given if isinstance(given, dict) else given.state_dict()
     if optimizer is not None:
         state["optimizer"] = _named(optimizer, model)
-    if scheduler is not None:
-        state["scheduler"] = scheduler if isinstance(scheduler, dict) else scheduler.state_dict()
-    state["user_content"] = user_content
     where = os.path.join(os.fspath(checkpoint_dir_str), str(tag))
     keep = num_kept_ckpts if num_kept_ckpts is not None and num_kept_ckpts > 0 else None
     checkpoint.save(state, where, async_save=async_save, keep_last=keep)
@@ -98,15 +97,10 @@ def _entry(saved: Any, name: str, where: str) -> Any:
 
 
 def _named(optimizer: Any, model: Any) -> Any:
-    """The optimizer whose state it is. Where its parameters have no names they get those of ``model``, by
-    which their state is found again at another degree."""
+    """The optimizer whose state it is. Its parameters get the names by which another degree finds their state."""
     found = optimizer.optimizer if isinstance(optimizer, NxDOptimizer) else optimizer
     if isinstance(model, nn.Module) and isinstance(found, torch.optim.Optimizer):
-        names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
-        groups = found.param_groups
-        if all(p in names for group in groups for p in group["params"]):
-            for group in groups:
-                group.setdefault("param_names", [names[p] for p in group["params"]])
+        name_parameters(found, model)
     return found
 
 
@@ -122,8 +116,7 @@ def _tags(folder: str | os.PathLike[str]) -> list[str]:
 
 def _newest(folder: str | os.PathLike[str]) -> str:
     """The newest tag that rank 0 sees, on every rank."""
-    tags = _tags(folder)
-    seen = gather_bytes((tags[-1] if tags else "").encode(), current().world)[0].decode()
-    if not seen:
+    tags: list[str] = gather(_tags(folder), current().world)[0]
+    if not tags:
         raise CheckpointError(f"there is no complete checkpoint in {os.fspath(folder)}")
-    return seen
+    return tags[-1]

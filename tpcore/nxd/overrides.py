@@ -1,9 +1,11 @@
-"""Rotary positions, by their NeuronX Distributed path."""
+"""What NeuronX Distributed has instead of a function of transformers."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from . import mirror
 
 
 def apply_rotary_pos_emb(
@@ -32,3 +34,6 @@ def apply_rotary_pos_emb(
         return x * cos + torch.cat((-second, first), dim) * sin
 
     return turned(q), turned(k)
+
+
+mirror(__name__, "overrides.transformer_overrides")

@@ -2,25 +2,44 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+import tempfile
 from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 
-from ...layers.module import move_model_to_device
-from ...models.guards import is_guarded
-from ...runtime.context import current
-from ...runtime.random import draw, mixed, seeded
-from ...train.pipeline import PipelinedLayers
-from ..accelerate import Accelerator
-from ..accelerate.state import name_parameters, over_dp
-from .files import is_cut, load_model, load_state, of_other_ranks, save_state, saved, whole_state
-from .mesh import AUTO, choose_mesh
+from .. import settings
+from ..errors import extra
+
+with extra("trainer", __name__):
+    import transformers
+
+from ..diagnose.plan.choice import Choice
+from ..diagnose.plan.search import MeshPlan, plan
+from ..layers.module import move_model_to_device
+from ..log import inform
+from ..models import parallelize
+from ..models.guards import is_guarded
+from ..runtime.consensus import agree, gather
+from ..runtime.context import current
+from ..runtime.init import remesh
+from ..runtime.random import draw, mixed, seeded
+from ..train.parameters import name_parameters
+from ..train.pipeline import PipelinedLayers
+from ..train.zero import Zero1
+from .accelerate import Accelerator
+from .model_files import is_cut, load_model, load_state, of_other_ranks, save_state, saved, whole_state
+
+__all__ = ["Trainer"]
+
+AUTO = "auto"
+_MACHINES = {"cpu": "cpu", "cuda": "h100x8", "xla": "trn1.32xlarge"}
+_TOKENS = 2048
 
 
 class Trainer(transformers.Trainer):
@@ -64,7 +83,9 @@ class Trainer(transformers.Trainer):
         super().__init__(model, args, *more, **kwargs)
         check_arguments(self.args)
         check_cut(self.model)
-        _fit_microbatches(self.model)
+        for module in self.model.modules():
+            if isinstance(module, PipelinedLayers) and not module._forward_pre_hooks:
+                module.register_forward_pre_hook(partial(_fit, module.num_microbatches), with_kwargs=True)
 
     # -- who is who ---------------------------------------------------------------------------------------
     def create_accelerator_and_postprocess(self) -> None:
@@ -150,11 +171,30 @@ def _fit(most: int, layers: PipelinedLayers, args: tuple[Any, ...], kwargs: dict
     layers.num_microbatches = math.gcd(len(hidden), most)
 
 
-def _fit_microbatches(model: nn.Module) -> None:
-    """Let a batch that the number of microbatches does not divide go through in fewer."""
-    for module in model.modules():
-        if isinstance(module, PipelinedLayers) and not module._forward_pre_hooks:
-            module.register_forward_pre_hook(partial(_fit, module.num_microbatches), with_kwargs=True)
+def over_dp(optimizer: Any, **options: Any) -> Zero1:
+    """A ``Zero1`` that steps as ``optimizer`` would, which has no state yet; ``options``: its own."""
+    kind = type(optimizer)
+    if optimizer.state:
+        raise ValueError(f"this {kind.__name__} has stepped already: ZeRO-1 begins before the first step")
+    known = inspect.signature(kind).parameters
+
+    def own(values: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in values.items() if key in known and key != "params"}
+
+    groups = []
+    for group in optimizer.param_groups:
+        names = group.get("param_names")
+        params = group["params"] if names is None else list(zip(names, group["params"], strict=True))
+        # torch takes a group without parameters for one without names
+        named: dict[str, Any] = {} if names is None or params else {"param_names": []}
+        groups.append({**own(group), "params": params, **named})
+    made = Zero1(kind, groups, **options, **own(optimizer.defaults))
+    for mine, group in zip(made.param_groups, optimizer.param_groups, strict=True):
+        mine.update({key: value for key, value in group.items() if key not in ("params", "param_names")})
+    # a scheduler that was made for `optimizer` goes on by these groups, and asks whether that has stepped
+    optimizer.param_groups = made.param_groups
+    optimizer._opt_called = True
+    return made
 
 
 # -- what would be wrong on a mesh ------------------------------------------------------------------------
@@ -192,3 +232,45 @@ def check_cut(model: nn.Module) -> None:
             f"this {type(model).__name__} is whole on every rank of the mesh {dict(mesh.axes)}: call "
             "tpcore.parallelize(model) before the Trainer, or tpcore.init with tp=1"
         )
+
+
+# -- the mesh of a Trainer that is asked to choose it ----------------------------------------------------------
+def choose_mesh(model: Any, args: Any, options: Mapping[str, Any]) -> Choice:
+    """Divide the job by the fastest plan, cut ``model``, and set the microbatches and the recomputation in ``args``.
+
+    The examples of a step stay what they are without a mesh: ``per_device_train_batch_size`` times
+    ``gradient_accumulation_steps`` on each rank. ``options``: of ``tpcore.plan``. Collective. Raises ValueError for a
+    job or a model that is divided already, and where nothing fits.
+    """
+    ctx = current()
+    if ctx.mesh.size != ctx.batch.size or is_cut(model) or is_guarded(model):
+        raise ValueError(
+            f"mesh={AUTO!r} divides the job and cuts the model, and they are already, on {dict(ctx.mesh.axes)}: call "
+            "tpcore.init() without degrees, and leave tpcore.parallelize out"
+        )
+    world = ctx.world.size
+    wanted: dict[str, Any] = {"machine": _MACHINES.get(ctx.device.type, "cpu"), "dtype": model.dtype}
+    wanted["per_host"] = min(settings.LOCAL_WORLD_SIZE.get() or world, world)
+    wanted["seq_len"] = min(_TOKENS, getattr(model.config.get_text_config(), "max_position_embeddings", _TOKENS))
+    wanted["batch"] = args.per_device_train_batch_size * args.gradient_accumulation_steps * world
+    with tempfile.TemporaryDirectory() as folder:
+        config = type(model.config)(**{**model.config.to_dict(), "architectures": [type(model).__name__]})
+        config.save_pretrained(folder)
+        found: MeshPlan = plan(folder, devices=world, **{**wanted, **options})
+    agree(
+        gather(str(found.rows[0].choice) if found.rows else "no mesh", ctx.world),
+        lambda rank, first, other: ValueError(
+            f"rank 0 would take {first} and rank {rank} {other}: give all hosts one machine's file"
+        ),
+    )
+    choice = found.best.choice
+    ways, staged = choice.ways, choice.pp > 1
+    remesh(tp=ways.tp, pp=choice.pp, ep=ways.ep, cp=ways.cp)
+    parallelize(model, num_microbatches=choice.microbatches if staged else None, **ways.options())
+    args.per_device_train_batch_size = choice.microbatch * (choice.microbatches if staged else 1)
+    args.gradient_accumulation_steps = 1 if staged else choice.microbatches
+    args.gradient_checkpointing = choice.recompute and not staged
+    if ctx.rank == 0:
+        step, size = f"{found.best.step:.3g} s a step", f"{found.best.nbytes / 1e9:.3g} GB a device"
+        inform(f"mesh {choice}: {step} and {size} predicted")
+    return choice

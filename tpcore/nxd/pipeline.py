@@ -1,4 +1,4 @@
-"""The published pipeline engine: ``tpcore.PipelineModel`` behind its name and arguments."""
+"""The published pipeline engine: ``tpcore.PipelineModel`` behind its name and arguments. New code uses that."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...layers.module import move_model_to_device
-from ...layers.sharding import sharding
-from ...log import inform
-from ...runtime.context import current
-from ...train.data_parallel import reduce_gradients
-from ...train.pipeline import PipelinedLayers, PipelineModel, find_layers
-from ..wrapper import Wrapper
+from ..layers.module import move_model_to_device
+from ..layers.sharding import sharding
+from ..log import inform
+from ..runtime.context import current
+from ..train.data_parallel import reduce_gradients
+from ..train.pipeline import PipelinedLayers, PipelineModel, find_layers
+from . import mirror
+
+__all__ = ["NxDPPModel"]
 
 _NAMES = """
 auto_partition use_model_wrapper input_names leaf_module_cls autowrap_functions autowrap_modules autowrap_obj_methods
@@ -35,6 +37,34 @@ _REFUSED = {
 """Arguments that scripts pass as None or False, which is what is done; other values are errors."""
 
 
+class Wrapper(nn.Module):
+    """A model that is trained another way. Names of parameters and state, and what it lacks, are the model's inside."""
+
+    def __init__(self, original: nn.Module) -> None:
+        super().__init__()
+        self._original = (original,)  # in a tuple, for a subclass registers it under the name that is published
+
+    def original_module(self) -> nn.Module:
+        return self._original[0]
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.original_module().named_parameters(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.original_module().state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        return self.original_module().load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name in ("module", "_original"):  # not there yet
+                raise
+            return getattr(self.original_module(), name)
+
+
 class NxDPPModel(Wrapper):
     """A model in pipeline stages, trained by ``run_train(**batch)``: see ``tpcore.PipelineModel``.
 
@@ -45,10 +75,9 @@ class NxDPPModel(Wrapper):
     ``run_train`` leaves gradients that are means over dp, unless ``use_zero1_optimizer`` or ``use_optimizer_wrapper``
     says that the optimizer takes them. ``broadcast_and_average_loss``: the returned loss is a mean over dp too.
 
-    The module's own forward runs, without tracing: arguments about tracing and about memory need nothing
-    here, and one line names those that are given. ValueError for what would change the result:
-    ``virtual_pipeline_size`` above 1, ``return_mb_loss``, stages of unlike sizes, a loss elsewhere in the
-    outputs, a partition by hand, and a file with a timeline.
+    The module's own forward runs: arguments about tracing and memory need nothing here, and one line names those that
+    are given. ValueError for what would change the result: ``virtual_pipeline_size`` above 1, ``return_mb_loss``,
+    stages of unlike sizes, a loss elsewhere in the outputs, a partition by hand, and a file with a timeline.
     """
 
     def __init__(
@@ -67,18 +96,19 @@ class NxDPPModel(Wrapper):
     ) -> None:
         super().__init__(module)
         if virtual_pipeline_size != 1:
-            raise ValueError(
-                f"NxDPPModel(virtual_pipeline_size={virtual_pipeline_size}): interleaved stages are not "
-                "here; leave it out"
-            )
+            given = f"NxDPPModel(virtual_pipeline_size={virtual_pipeline_size})"
+            raise ValueError(f"{given}: interleaved stages are not here; leave it out")
         _check_options(options)
         _check_loss(output_loss_value_spec)
         owner, name = find_layers(module)
         layers = list(owner.get_submodule(name).children())
-        _check_class(layers, transformer_layer_cls)
+        if not all(isinstance(layer, transformer_layer_cls or nn.Module) for layer in layers):
+            found = sorted({type(layer).__name__ for layer in layers})
+            asked = f"transformer_layer_cls={transformer_layer_cls and transformer_layer_cls.__name__}"
+            raise ValueError(f"NxDPPModel({asked}): the model's one list of layers has {found}")
         if pipeline_cuts:
             _check_cuts(pipeline_cuts, len(layers), current().mesh.axes.get("pp", 1))
-        self.transformer_layer_cls = type(layers[0]) if transformer_layer_cls is None else transformer_layer_cls
+        self.transformer_layer_cls = transformer_layer_cls or type(layers[0])
         self.original_torch_module = module
         self._average_gradients = not (use_zero1_optimizer or use_optimizer_wrapper)
         self._average_loss = broadcast_and_average_loss
@@ -134,8 +164,7 @@ def _check_options(options: Mapping[str, Any]) -> None:
     for name, why in _REFUSED.items():
         if options.get(name):
             raise ValueError(f"NxDPPModel({name}={options[name]!r}): {why}")
-    unknown = sorted(n for n in set(options) - set(_NEEDS_NOTHING) - set(_REFUSED) if not n.startswith("_"))
-    if unknown:
+    if unknown := sorted(n for n in options.keys() - _NEEDS_NOTHING - _REFUSED.keys() if not n.startswith("_")):
         raise TypeError(f"NxDPPModel: no arguments {unknown}; {sorted(_NEEDS_NOTHING)} are accepted")
     given = [name for name, value in options.items() if value not in (None, False)]
     if given and current().rank == 0:
@@ -143,23 +172,14 @@ def _check_options(options: Mapping[str, Any]) -> None:
 
 
 def _check_loss(spec: Any) -> None:
-    first = spec[0] if isinstance(spec, tuple | list) and spec else None
-    rest = spec[1:] if isinstance(spec, tuple | list) else ()
+    first = isinstance(spec, tuple | list) and spec and spec[0] is True and not any(spec[1:])
     named = isinstance(spec, Mapping) and {k for k, v in spec.items() if v} == {"loss"}
-    if spec in (None, True) or (first is True and not any(rest)) or named:
+    if spec in (None, True) or first or named:
         return
     raise ValueError(
         f"NxDPPModel(output_loss_value_spec={spec!r}): the loss is what forward returns, its .loss, or the "
         "first of a tuple: return it so"
     )
-
-
-def _check_class(layers: Sequence[nn.Module], asked: type[nn.Module] | None) -> None:
-    if asked is not None and not all(isinstance(layer, asked) for layer in layers):
-        found = sorted({type(layer).__name__ for layer in layers})
-        raise ValueError(
-            f"NxDPPModel(transformer_layer_cls={asked.__name__}): the model's one list of layers has {found}"
-        )
 
 
 def _check_cuts(cuts: Sequence[str], layers: int, stages: int) -> None:
@@ -170,3 +190,6 @@ def _check_cuts(cuts: Sequence[str], layers: int, stages: int) -> None:
             f"NxDPPModel(pipeline_cuts={list(cuts)}): {layers} layers on {stages} stages are cut after "
             f"{want}, as many on each"
         )
+
+
+mirror(__name__, "pipeline.model")

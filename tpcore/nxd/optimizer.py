@@ -1,4 +1,4 @@
-"""ZeRO-1 under its published name, which clips inside its step."""
+"""ZeRO-1 under its published name, which clips inside its step. New code uses ``tpcore.Zero1``."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import checkpoint
-from ...layout.mesh import DATA
-from ...runtime.context import current
-from ...train.clip import check_max_norm, scale_to
-from ...train.zero import Zero1
+from .. import checkpoint
+from ..layout.mesh import DATA
+from ..runtime.context import current
+from ..train.clip import check_max_norm, scale_to
+from ..train.zero import Zero1
+from . import mirror
+from .utils import loss_of_closure
 
 Groups = list[list[int]]
 
@@ -26,9 +28,8 @@ class NeuronZero1Optimizer(Zero1):
     ``grad_clipping`` is on and ``max_norm`` is 1.0, as published. After a step ``grad_norm`` is the norm before
     clipping. ``optimizer_dtype``: of the master weights, float32 by default. ``use_grad_acc_hook`` or
     ``higher_cc_precision``: gradients are summed and sent in float32. ``sharding_groups`` and ``grad_norm_groups`` have
-    to be the dp and the tp groups, which is what they are without. Arguments about XLA's own collectives need nothing
-    here. ``tpcore.optimizer_step`` takes it as any ``Zero1``, and then it is that call's ``max_norm`` that clips.
-    Gradients stay in ``.grad``, as backward left them, until ``zero_grad``: scripts read them after the step.
+    to be the dp and the tp groups, as they are without. ``tpcore.optimizer_step`` takes it as any ``Zero1``, and clips
+    by its own ``max_norm``. Gradients stay in ``.grad``, as backward left them, until ``zero_grad``.
     """
 
     def __init__(
@@ -93,10 +94,7 @@ class NeuronZero1Optimizer(Zero1):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of_closure(closure)
         if not self.reduced and self._max_norm is not None:
             self.reduce_gradients()
             self.grad_norm = self.norm()
@@ -121,17 +119,18 @@ def _check_groups(name: str, given: Groups | None, *names: str) -> None:
     want = current().mesh.group(*axes).as_list()
     if given is not None and sorted(map(sorted, given)) != sorted(map(sorted, want)):
         raise ValueError(
-            f"NeuronZero1Optimizer({name}={given}): state is cut over dp, ep and cp, and norms are summed over the "
-            f"axes that cut a parameter; only the {', '.join(axes)} groups, {want}, say that, and so does "
-            "leaving it out"
+            f"NeuronZero1Optimizer({name}={given}): state is cut over dp, ep and cp, and norms are summed over what "
+            f"cuts a parameter; only the {', '.join(axes)} groups, {want}, say that, and so does leaving it out"
         )
 
 
-def _has_half(params: list[Any]) -> bool:
+def _has_half(params: Any) -> bool:
     """Whether a parameter is less precise than float32; ``params`` as optimizers take them."""
-    for item in params:
-        inside = item["params"] if isinstance(item, dict) else [item]
-        for p in [inside] if isinstance(inside, Tensor) else inside:
-            if (p[1] if isinstance(p, tuple) else p).dtype.itemsize < torch.float32.itemsize:
-                return True
-    return False
+    if isinstance(params, Tensor):
+        return params.dtype.itemsize < torch.float32.itemsize
+    if isinstance(params, dict):
+        return _has_half(params["params"])
+    return any(_has_half(item[1] if isinstance(item, tuple) else item) for item in params)
+
+
+mirror(__name__, "optimizer.zero_redundancy_optimizer")

@@ -10,22 +10,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ... import checkpoint
-from ...checkpoint.read.model import cut_anew
-from ...layers.sharding import sharding
-from ...log import inform
-from ...models.loading import open_weights, read_parts
-from ...models.whole import drop_weights, full_state_dict, save_configuration
-from ...runtime.consensus import together
-from ...runtime.context import current
-from ...train.pipeline import PipelinedLayers
-from ...train.zero import fitted
+from .. import checkpoint
+from ..checkpoint.read.model import cut_anew
+from ..layers.sharding import sharding
+from ..log import inform
+from ..models.loading import open_weights, read_parts
+from ..models.whole import drop_weights, full_state_dict, save_configuration
+from ..runtime.consensus import together
+from ..runtime.context import current
+from ..train.pipeline import PipelinedLayers
+from ..train.zero import fitted
 
 PARTS = "tensor_parallel_shards"
 """The directory of a model that is saved in parts."""
 
 STATE = "optimizer_shards"
 """The directory of the optimizer's and the scheduler's state inside a checkpoint."""
+
+_SAVES = "save_pretrained"
+"""In a cut model's own dict: it is collective and writes all of it."""
 
 
 def is_cut(model: nn.Module) -> bool:
@@ -34,29 +37,24 @@ def is_cut(model: nn.Module) -> bool:
     return any(mark is not None and mark.axes for mark in found)
 
 
-def _saves_whole(model: nn.Module) -> bool:
-    """Whether ``save_pretrained`` of the model itself is collective and writes all of it."""
-    return "save_pretrained" in model.__dict__
-
-
 @contextmanager
 def saved(model: Any, save_weights: Callable[[], None]) -> Iterator[None]:
     """Inside, a cut model's weights have been saved by all ranks: ``save_pretrained`` does nothing."""
-    if not _saves_whole(model):
+    if _SAVES not in model.__dict__:
         yield
         return
     save_weights()
-    save = model.__dict__["save_pretrained"]
-    model.__dict__["save_pretrained"] = lambda *_, **__: None
+    save = model.__dict__[_SAVES]
+    model.__dict__[_SAVES] = lambda *_, **__: None
     try:
         yield
     finally:
-        model.__dict__["save_pretrained"] = save
+        model.__dict__[_SAVES] = save
 
 
 def whole_state(model: nn.Module) -> dict[str, Tensor] | None:
     """The full state of a cut model of tpcore's layers; None for a model that saves itself."""
-    if _saves_whole(model) or not is_cut(model):
+    if _SAVES in model.__dict__ or not is_cut(model):
         return None
     if any(isinstance(m, PipelinedLayers) and m.pp.size > 1 for m in model.modules()):
         raise ValueError(
@@ -73,7 +71,7 @@ def load_model(model: nn.Module, where: str) -> None:
     if os.path.isdir(parts):
         checkpoint.load(parts, model)
     elif hasattr(model, "peft_config") and os.path.isfile(os.path.join(where, "adapter_config.json")):
-        from ...models.adapters import load_adapters
+        from ..models.adapters import load_adapters
 
         with together(current()):
             load_adapters(model, where)
@@ -81,11 +79,6 @@ def load_model(model: nn.Module, where: str) -> None:
         with together(current()):
             weights = open_weights(model, where)
         read_parts(model, weights, current())
-
-
-def _plain(optimizer: Any) -> Any:
-    """The optimizer that accelerate has wrapped."""
-    return getattr(optimizer, "optimizer", optimizer)
 
 
 def save_in_parts(model: Any, where: str, *, in_background: bool = False) -> None:
@@ -99,14 +92,15 @@ def save_in_parts(model: Any, where: str, *, in_background: bool = False) -> Non
 
 def save_state(where: str, optimizer: Any, scheduler: Any, *, in_background: bool = False) -> None:
     """The optimizer in parts, which any mesh puts together. Collective."""
-    state = {"optimizer": _plain(optimizer), "scheduler": scheduler.state_dict()}
+    plain = getattr(optimizer, "optimizer", optimizer)  # which accelerate has wrapped
+    state = {"optimizer": plain, "scheduler": scheduler.state_dict()}
     checkpoint.save(state, os.path.join(where, STATE), async_save=in_background)
 
 
 def load_state(where: str, optimizer: Any, scheduler: Any) -> None:
     """Load the files of ``save_state``, on any mesh, or of the stock Trainer; without either nothing. Collective."""
     parts, whole = os.path.join(where, STATE), os.path.join(where, "optimizer.pt")
-    plain = _plain(optimizer)
+    plain = getattr(optimizer, "optimizer", optimizer)
     if os.path.isdir(parts):
         rest = checkpoint.load(parts, plain, model_key="optimizer")
         scheduler.load_state_dict(rest["scheduler"])

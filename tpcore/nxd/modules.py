@@ -1,4 +1,4 @@
-"""Query, key and value projections under their published name, sizes and parameter names."""
+"""Query, key and value projections, and the norm, under their published names, sizes and parameter names."""
 
 from __future__ import annotations
 
@@ -8,12 +8,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...comm import mappings as ops
-from ...layers.attention import InputCopy
-from ...layers.features import Copies
-from ...layers.initial import Init, kaiming_uniform, uniform_bias
-from ...layout.shard import Block, ShardSpec
-from ..parallel_layers.attributes import Place, PublishedAttributes
+from .. import layers
+from ..comm import mappings as ops
+from ..layers.attention import InputCopy
+from ..layers.features import Copies
+from ..layers.initial import Init, kaiming_uniform, uniform_bias
+from ..layout.shard import Block, ShardSpec
+from . import mirror
+from .parallel_layers.attributes import NormArguments, Place, PublishedAttributes
+
+__all__ = ["GQAQKVColumnParallelLinear", "RMSNorm"]
+
+
+class RMSNorm(NormArguments, layers.RMSNorm):
+    """``tpcore.RMSNorm``; ``sequence_parallel_enabled`` is its ``sequence_parallel``."""
 
 
 class GQAQKVColumnParallelLinear(PublishedAttributes):
@@ -81,8 +89,7 @@ class GQAQKVColumnParallelLinear(PublishedAttributes):
     def dtype(self) -> torch.dtype:
         return next(self.parameters()).dtype
 
-    def initialize_weight_biases(self) -> None:
-        self.reset_parameters()
+    initialize_weight_biases = PublishedAttributes.init_weight_cpu
 
     def _projected(self, name: str, x: Tensor) -> Tensor:
         weight, bias = getattr(self, f"weight_{name}"), getattr(self, f"bias_{name}")
@@ -105,12 +112,13 @@ class GQAQKVColumnParallelLinear(PublishedAttributes):
 
     def _once(self, t: Tensor) -> Tensor:
         """All features of k or v: the first part of each run of equal parts."""
-        y = ops.gather(t, self.tp, -1)
-        runs = y.unflatten(-1, (-1, self.kv_size_multiplier, t.shape[-1]))
+        runs = ops.gather(t, self.tp, -1).unflatten(-1, (-1, self.kv_size_multiplier, t.shape[-1]))
         first: Tensor = runs[..., 0, :].flatten(-2)
         return first
 
     def extra_repr(self) -> str:
-        return (
-            f"{self.input_size}, {self.output_sizes}, kv_size_multiplier={self.kv_size_multiplier}, tp={self.tp.size}"
-        )
+        sizes = f"{self.input_size}, {self.output_sizes}"
+        return f"{sizes}, kv_size_multiplier={self.kv_size_multiplier}, tp={self.tp.size}"
+
+
+mirror(__name__, "modules.qkv_linear", "modules.rms_norm")

@@ -5,21 +5,28 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import accelerate
 import torch
-from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.scheduler import AcceleratedScheduler
-from accelerate.utils import DistributedType, recursively_apply
 from torch import Tensor, nn
 
-from ...layers.module import move_model_to_device
-from ...models.guards import admit
-from ...models.whole import full_state_dict
-from ...runtime.context import current
-from ...train.clip import check_max_norm, clip_grad_norm, scale_to
-from ...train.step import Stepping, stepping_of
-from ...train.zero import Zero1
-from .state import load_loop, save_loop
+from .. import checkpoint
+from ..errors import extra
+
+with extra("trainer", __name__):
+    import accelerate
+    from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.scheduler import AcceleratedScheduler
+    from accelerate.utils import DistributedType, recursively_apply
+
+from ..layers.module import move_model_to_device
+from ..models.guards import admit
+from ..models.whole import full_state_dict
+from ..runtime.context import current
+from ..train.clip import check_max_norm, clip_grad_norm, scale_to
+from ..train.parameters import name_parameters
+from ..train.step import Stepping, stepping_of
+from ..train.zero import Zero1, fitted
+
+__all__ = ["Accelerator"]
 
 _OTHERS = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 
@@ -186,9 +193,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def gather(self, tensor: Any) -> Any:
         """Tensors of all dp ranks, concatenated along dim 0; what has no dims becomes one entry."""
         dp = current().batch
-        return recursively_apply(
-            lambda t: dp.all_gather((t if t.ndim else t[None]).contiguous(), 0), tensor, error_on_other_type=True
-        )
+
+        def one(t: Tensor) -> Tensor:
+            return dp.all_gather((t if t.ndim else t[None]).contiguous(), 0)
+
+        return recursively_apply(one, tensor, error_on_other_type=True)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         objects = use_gather_object or not _tensors_only(input_data)
@@ -206,10 +215,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         dp = current().batch
 
         def one(t: Tensor) -> Tensor:
+            if reduction == "none":
+                return t
             total = dp.all_reduce(t.reshape(-1)).view(t.shape)
             return (total / dp.size if reduction == "mean" else total) * scale
 
-        return recursively_apply((lambda t: t) if reduction == "none" else one, tensor, error_on_other_type=True)
+        return recursively_apply(one, tensor, error_on_other_type=True)
 
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Any:
         if self.num_processes != current().mesh.size:
@@ -220,15 +231,39 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return super().split_between_processes(inputs, apply_padding)
 
     # -- files ----------------------------------------------------------------------------------------------
+    def _only_model(self, where: str | None) -> nn.Module:
+        """The one prepared model. Its optimizers learn the names of their parameters."""
+        if where is None:
+            raise ValueError("save_state and load_state on a mesh take a directory: name it")
+        if len(self._models) != 1:
+            raise ValueError(
+                f"save_state and load_state are for one prepared model, not {len(self._models)}: call "
+                "tpcore.checkpoint.save for each"
+            )
+        for optimizer in self._optimizers:
+            name_parameters(optimizer.optimizer, self._models[0])
+        model: nn.Module = self._models[0]
+        return model
+
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **_: Any) -> str:
         """Model, optimizers, schedulers and what is registered, as one checkpoint of tpcore at
         ``output_dir``, without random numbers' states. Collective over the world."""
-        save_loop(_given(output_dir), self, self._custom_objects)
+        state: dict[str, Any] = {"model": self._only_model(output_dir).state_dict(), "step": self.step}
+        state |= {f"optimizer_{i}": o.optimizer for i, o in enumerate(self._optimizers)}
+        state |= {f"scheduler_{i}": s.state_dict() for i, s in enumerate(self._schedulers)}
+        state |= {f"other_{i}": o.state_dict() for i, o in enumerate(self._custom_objects)}
+        checkpoint.save(state, str(output_dir))
         return str(output_dir)
 
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **_: Any) -> None:
         """Load the checkpoint of ``save_state``, on any mesh. Collective over the world."""
-        load_loop(_given(input_dir), self, self._custom_objects)
+        rest = checkpoint.load(str(input_dir), self._only_model(input_dir))
+        self.step = rest["step"]
+        for i, optimizer in enumerate(self._optimizers):
+            optimizer.optimizer.load_state_dict(fitted(optimizer.optimizer, rest[f"optimizer_{i}"]))
+        for kind, objects in (("scheduler", self._schedulers), ("other", self._custom_objects)):
+            for i, each in enumerate(objects):
+                each.load_state_dict(rest[f"{kind}_{i}"])
 
     def save_model(
         self, model: nn.Module, save_directory: Any, max_shard_size: int | str = "10GB", safe_serialization: bool = True
@@ -243,12 +278,6 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
         """The whole model, on the CPU of every rank."""
         return full_state_dict(self.unwrap_model(model) if unwrap else model)
-
-
-def _given(where: str | None) -> str:
-    if where is None:
-        raise ValueError("save_state and load_state on a mesh take a directory: name it")
-    return where
 
 
 def _tensors_only(data: Any) -> bool:

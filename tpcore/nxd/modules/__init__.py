@@ -1,1 +1,0 @@
-"""Modules of NeuronX Distributed, by their paths."""

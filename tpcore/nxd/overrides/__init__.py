@@ -1,1 +1,0 @@
-"""What NeuronX Distributed has instead of functions of transformers, by their paths."""

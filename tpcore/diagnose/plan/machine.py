@@ -241,7 +241,10 @@ PUBLISHED: dict[str, Machine] = {
         _nvidia("a100x8", "NVIDIA A100 80 GB data sheet, SXM4", 312e12, 19.5e12, 2.039e12, 300e9, 25e9),
         _published(
             *(("cpu", 8, 4 * _GIB), {"float32": 224e9, "float64": 112e9, "bfloat16": 224e9}, 6.4e9),
-            *(Link(20e-6, 6.4e9), Link(50e-6, 12.5e9 / 8 / 8), 5e-6, (_CPU,) * len(_FIELDS)),
+            Link(20e-6, 6.4e9),
+            Link(50e-6, 12.5e9 / 8 / 8),
+            5e-6,
+            (_CPU,) * len(_FIELDS),
         ),
     )
 }

@@ -27,11 +27,10 @@ import transformers
 
 import tpcore
 from tpcore.diagnose.plan.calibrate import calibrate, fit
-from tpcore.diagnose.plan.choice import Choice
+from tpcore.diagnose.plan.choice import Choice, setup_lines, step_lines
 from tpcore.diagnose.plan.machine import Machine
 from tpcore.diagnose.plan.predict import Prediction, predict
 from tpcore.diagnose.plan.reduced import Reduced, Ways
-from tpcore.diagnose.plan.script import setup_lines, step_lines
 from tpcore.log import quiet
 from tpcore.processes.launch import launch
 from tpcore.runtime.memory import keep_freed_memory

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from tpcore.diagnose.plan.choice import Choice
+from tpcore.diagnose.plan.machine import find
 from tpcore.diagnose.plan.predict import predict
-from tpcore.diagnose.plan.published import find
 from tpcore.diagnose.plan.reduced import Reduced, Ways
 
 from .harness import say

@@ -13,8 +13,7 @@ import forked
 import pytest
 from tiers import tiers
 
-from tpcore.diagnose.plan.machine import Machine
-from tpcore.diagnose.plan.published import find
+from tpcore.diagnose.plan.machine import Machine, find
 
 ROOT = Path(__file__).parent.parent
 pytestmark = [pytest.mark.slow, pytest.mark.processes]

@@ -6,6 +6,8 @@ import json
 import os
 import re
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +64,10 @@ def write(path: Path, tp: int, seed: int = 0, bias: float = 0.0) -> dict[str, Te
 
     run_ranks(Mesh({"tp": 1}), alone)
     return whole
+
+
+def saved(path: Path, tp: int, state: Callable[[ParallelContext], dict[str, Any]]) -> None:
+    run_ranks(Mesh({"tp": tp}), lambda ctx: save(state(ctx), path))
 
 
 def run(*words: Any, status: int = 0) -> str:
@@ -157,10 +163,7 @@ def test_reshard(tmp_path: Path) -> None:
 
 
 def test_what_is_bound_to_its_degree(tmp_path: Path) -> None:
-    def one(ctx: ParallelContext) -> None:
-        save({"model": {"w": torch.ones(2)}, "mine": torch.tensor([ctx.rank])}, tmp_path / "c")
-
-    run_ranks(Mesh({"tp": 2}), one)
+    saved(tmp_path / "c", 2, lambda ctx: {"model": {"w": torch.ones(2)}, "mine": torch.tensor([ctx.rank])})
     run("reshard", tmp_path / "c", tmp_path / "out", "--tp", 4, status=2)
     assert os.listdir(tmp_path) == ["c"]
     assert "left out: mine" in run("reshard", tmp_path / "c", tmp_path / "out", "--tp", 4, "--no-strict")
@@ -168,12 +171,8 @@ def test_what_is_bound_to_its_degree(tmp_path: Path) -> None:
 
 def test_heads_that_a_degree_cannot_replicate_are_refused_by_name(tmp_path: Path) -> None:
     heads = [tpcore.Block(16, 4), tpcore.Block(8, 4, replicate=True)]
-
-    def one(ctx: ParallelContext) -> None:
-        net = nn.ModuleDict({"qkv": tpcore.ColumnParallelLinear(4, 24, blocks=heads)})
-        save({"model": net.state_dict()}, tmp_path / "c")
-
-    run_ranks(Mesh({"tp": 2}), one)
+    layers = partial(tpcore.ColumnParallelLinear, 4, 24, blocks=heads)
+    saved(tmp_path / "c", 2, lambda ctx: {"model": nn.ModuleDict({"qkv": layers()}).state_dict()})
     said = run("reshard", tmp_path / "c", tmp_path / "out", "--tp", 3, status=2)
     assert "model.qkv.weight" in said
     assert "cannot replicate 2 units over 3 ranks" in said
@@ -202,13 +201,9 @@ def test_inspect(tmp_path: Path) -> None:
 
 def test_names_stay_whole_in_a_pipe_and_copies_are_told(tmp_path: Path) -> None:
     name = "a_module_with_quite_a_long_name." * 4 + "weight"
-
-    def one(ctx: ParallelContext) -> None:
-        heads = tpcore.Block(4, 2, replicate=True)
-        keys = tpcore.ColumnParallelLinear(4, 4, bias=False, blocks=[heads], gather_output=False)
-        save({"model": {name: keys.state_dict()["weight"]}}, tmp_path / "c")
-
-    run_ranks(Mesh({"tp": 4}), one)
+    heads = [tpcore.Block(4, 2, replicate=True)]
+    keys = partial(tpcore.ColumnParallelLinear, 4, 4, bias=False, blocks=heads, gather_output=False)
+    saved(tmp_path / "c", 4, lambda ctx: {"model": {name: keys().state_dict()["weight"]}})
     (line,) = [line for line in run("inspect", tmp_path / "c").splitlines() if f"model.{name} " in line]
     assert "cut on dim 0, held by 2 ranks each" in line
     assert "2x4" in line

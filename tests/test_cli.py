@@ -106,48 +106,6 @@ def test_without_its_extra_the_command_says_how_to_get_it(missing):
     assert done.stderr == (f"the tpcore command needs {missing}, which is not installed: pip install 'tpcore[cli]'\n")
 
 
-RAISING = """
-import torch, tpcore
-from torch import nn
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(4, 8), nn.Linear(4, 4)
-    def forward(self, x):
-        return self.down(self.up(x))
-
-def make():
-    return Model(), torch.ones(2, 4)
-"""
-
-
-def test_a_step_that_raises_is_one_line_with_rank_and_module(tmp_path: Path) -> None:
-    (tmp_path / "raising.py").write_text(RAISING)
-    found = CliRunner().invoke(app, ["explain", f"{tmp_path / 'raising.py'}:make"])
-    assert found.exit_code == 2
-    (line,) = found.output.splitlines()
-    assert line.startswith("tpcore explain: RuntimeError: ")
-    assert "(rank 0, forward, module down at " in line
-    assert line.endswith("raising.py:10 in forward)")
-
-
-def test_a_file_without_a_function_is_told_how_to_name_one(tmp_path: Path) -> None:
-    (tmp_path / "raising.py").write_text(RAISING)
-    found = CliRunner().invoke(app, ["explain", str(tmp_path / "raising.py")])
-    assert (found.exit_code, len(found.output.splitlines())) == (2, 1)
-    assert "raising.py:make" in found.output
-
-
-def test_a_part_taken_for_the_whole_is_a_finding(tmp_path: Path) -> None:
-    column = "tpcore.ColumnParallelLinear(4, 8, gather_output=False)"
-    cut = RAISING.replace("nn.Linear(4, 8)", column).replace("self.down(self.up(x))", "self.up(x).softmax(-1)")
-    (tmp_path / "cut.py").write_text(cut)
-    found = CliRunner().invoke(app, ["explain", f"{tmp_path / 'cut.py'}:make", "--tp", "2"])
-    assert found.exit_code == 1
-    assert "Model: softmax sees only 4 of 8 features" in found.output
-
-
 @pytest.mark.parametrize("name", ["nope", "neuron"])
 def test_verifying_a_backend_that_cannot_run_starts_nothing(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -137,7 +137,7 @@ def imported(*paths: Path) -> set[str]:
         ("", "tpcore"),
         ("progress", "tpcore/checkpoint/storage"),
         ("cli", "tpcore/cli"),
-        ("plot", "tpcore/diagnose/explain"),
+        ("plot", "tpcore/diagnose"),
         ("trainer", "tpcore/integrations"),
         ("serve", "tpcore/integrations/serving"),
         ("testing", "tpcore/testing"),

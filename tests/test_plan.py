@@ -18,19 +18,21 @@ from typer.testing import CliRunner
 import tpcore
 from tpcore.cli.app import app
 from tpcore.diagnose.explain import explain
-from tpcore.diagnose.plan.choice import Choice
-from tpcore.diagnose.plan.machine import Link, Machine
+from tpcore.diagnose.plan.choice import Choice, setup_lines, step_lines
+from tpcore.diagnose.plan.costs import HeldBytes
+from tpcore.diagnose.plan.machine import Link, Machine, find
 from tpcore.diagnose.plan.meter import ATTENTION
-from tpcore.diagnose.plan.peak import memory_of
-from tpcore.diagnose.plan.predict import Prediction, held_by_rank, predict
-from tpcore.diagnose.plan.published import find
+from tpcore.diagnose.plan.predict import Prediction, held_by_rank, memory_of, predict
 from tpcore.diagnose.plan.reduced import Reduced, Ways
-from tpcore.diagnose.plan.script import setup_lines, step_lines
 from tpcore.diagnose.plan.search import plan
 
 LLAMA = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "num_key_value_heads": 4}
 LLAMA |= {"vocab_size": 96, "num_hidden_layers": 4, "max_position_embeddings": 64}
 SEQ = 16
+MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
+DEEPSEEK = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+DEEPSEEK |= {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+DEEPSEEK |= {"moe_intermediate_size": 32, "num_key_value_heads": 8}
 
 
 def folder(where: Path, kind: str = "llama", **options: Any) -> str:
@@ -49,100 +51,79 @@ def machine(**fields: Any) -> Machine:
     return replace(simple, **{"attention": 1.0, **fields})
 
 
-def everything(model: Reduced, ways: Ways, batch: int, field: str, phases: tuple[str, ...]) -> float:
-    """FLOPs or bytes of all layers' operators."""
-    costs, found = model.costs(ways, batch), 0.0
-    counts = Counter(model.order)
-    for (phase, region), part in costs.parts.items():
+def reduced(where: Path, kind: str = "llama", **options: Any) -> Reduced:
+    return Reduced(folder(where, kind, **options), SEQ, torch.float32)
+
+
+def flops(
+    model: Reduced, ways: Ways, batch: int, phases: tuple[str, ...] = ("forward", "backward"), attention: bool = True
+) -> float:
+    """Of all layers' operators, with or without those of fused ``attention``."""
+    counts, found = Counter(model.order), 0.0
+    for (phase, region), part in model.costs(ways, batch).parts.items():
         if phase in phases:
-            found += counts.get(region, 1) * sum(o.times * getattr(o, field) for o in part.operators)
+            found += counts.get(region, 1) * sum(
+                o.times * o.flops for o in part.operators if attention or o.name != ATTENTION
+            )
     return found
 
 
+def held(model: Reduced, choice: Choice) -> HeldBytes:
+    costs = model.costs(choice.ways, choice.microbatch)
+    return sum(held_by_rank(model, costs, choice).values(), HeldBytes())
+
+
+def memory(model: Reduced, choice: Choice) -> dict[str, float]:
+    costs = model.costs(choice.ways, choice.microbatch)
+    return memory_of(model, costs, choice, held_by_rank(model, costs, choice))
+
+
 def test_flops_are_those_of_the_real_model(tmp_path: Path) -> None:
-    reduced = Reduced(folder(tmp_path), SEQ, torch.float32)
-    assert reduced.order == ["model.layers.0"] * 3 + ["model.layers.1"]
-    assert reduced.alike
-    costs = reduced.costs(Ways(), 3)
-    counts = Counter(reduced.order)
-    matmuls = sum(
-        counts.get(region, 1) * o.times * o.flops
-        for (_, region), part in costs.parts.items()
-        for o in part.operators
-        if o.name != "attention"
-    )
+    few = reduced(tmp_path)
+    assert few.order == ["model.layers.0"] * 3 + ["model.layers.1"]
+    assert few.alike
     model = hf.llama(**LLAMA, attn_implementation="sdpa")
     ids = torch.zeros(3, SEQ, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter:  # it knows no FLOPs of the CPU's fused attention
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    assert matmuls == counter.get_total_flops()
+    assert flops(few, Ways(), 3, attention=False) == counter.get_total_flops()
 
 
 def test_a_ring_shares_the_attention_of_one_rank(tmp_path: Path) -> None:
-    reduced = Reduced(folder(tmp_path), SEQ, torch.float32)
-
-    def attention(ways: Ways, phase: str) -> float:
-        parts = reduced.costs(ways, 2).parts.items()
-        return sum(
-            o.times * o.flops for (p, _), part in parts if p == phase for o in part.operators if o.name == ATTENTION
+    few = reduced(tmp_path)
+    for phases in (("forward",), ("backward",)):
+        ring, alone = (
+            flops(few, ways, 2, phases) - flops(few, ways, 2, phases, attention=False)
+            for ways in (Ways(cp=2, context_parallel="ring"), Ways())
         )
-
-    ring = Ways(cp=2, context_parallel="ring")
-    for phase in ("forward", "backward"):
-        assert 0 < attention(ring, phase) == attention(Ways(), phase) / 2  # in zig-zag order causal work is even
+        assert 0 < ring == alone / 2  # in zig-zag order causal work is even
 
 
 @pytest.mark.parametrize(
     "ways", [Ways(tp=2), Ways(tp=2, sequence_parallel=True), Ways(tp=4), Ways(tp=2, cp=2)], ids=str
 )
 def test_parameters_and_collectives_are_those_of_all_layers(tmp_path: Path, ways: Ways) -> None:
-    where = folder(tmp_path)
-    reduced = Reduced(where, SEQ, torch.float32)
-    options = {"sequence_parallel": ways.sequence_parallel}
-    full = explain(where, tp=ways.tp, cp=ways.cp, batch_size=2, seq_len=SEQ, plan="auto", ranks=[0], **options)
-    program = full.program(0)
-    held = sum(held_by_rank(reduced, reduced.costs(ways, 2), Choice(ways)).values(), start=type_of_held())
-    assert held.nbytes == sum(p.nbytes for p in program.parameters)
-    assert held.gradient == sum(p.gradient for p in program.parameters)
-    counts = Counter(reduced.order)
-    sent = sum(
-        counts.get(region, 1) * nbytes
-        for (_, region), part in reduced.costs(ways, 2).parts.items()
-        for _, nbytes in part.calls
-    )
-    passes = [c for c in program.collectives if c.phase in ("forward", "backward")]
-    assert sent == sum(c.nbytes for c in passes)
-
-
-def type_of_held() -> Any:
-    from tpcore.diagnose.plan.costs import HeldBytes
-
-    return HeldBytes()
+    few, options = reduced(tmp_path), {"sequence_parallel": ways.sequence_parallel}
+    full = explain(str(tmp_path), tp=ways.tp, cp=ways.cp, batch_size=2, seq_len=SEQ, plan="auto", ranks=[0], **options)
+    program, here = full.program(0), held(few, Choice(ways, microbatch=2))
+    assert here.nbytes == sum(p.nbytes for p in program.parameters)
+    assert here.gradient == sum(p.gradient for p in program.parameters)
+    counts, parts = Counter(few.order), few.costs(ways, 2).parts.items()
+    sent = sum(counts.get(region, 1) * nbytes for (_, region), part in parts for _, nbytes in part.calls)
+    assert sent == sum(c.nbytes for c in program.collectives if c.phase in ("forward", "backward"))
 
 
 @pytest.mark.parametrize("kind", ["llama", "mixtral", "deepseek_v3"])
 def test_a_batch_is_on_the_line_through_one_and_two(tmp_path: Path, kind: str) -> None:
-    small = {"num_local_experts": 4, "num_experts_per_tok": 2} if kind == "mixtral" else {}
-    if kind == "deepseek_v3":
-        small = {
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "n_group": 2,
-            "topk_group": 1,
-            "first_k_dense_replace": 1,
-        }
-        small |= {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
-        small |= {"moe_intermediate_size": 32, "num_key_value_heads": 8}
-    reduced = Reduced(folder(tmp_path, kind, **small), SEQ, torch.float32)
-    assert len(set(reduced.order)) == (3 if kind == "deepseek_v3" else 2)  # the last one is apart
-    line, recorded = reduced.costs(Ways(tp=2), 5), reduced._costs(Ways(tp=2), 5)
+    few = reduced(tmp_path, kind, **{"llama": {}, "mixtral": MIXTRAL, "deepseek_v3": DEEPSEEK}[kind])
+    assert len(set(few.order)) == (3 if kind == "deepseek_v3" else 2)  # the last one is apart
+    line, recorded = few.costs(Ways(tp=2), 5), few._costs(Ways(tp=2), 5)
     for key, part in recorded.parts.items():
         mine = line.parts[key]
-        for field in ("flops", "nbytes"):
-            wanted = sum(o.times * getattr(o, field) for o in part.operators)
-            # bytes: one example alone has dims of 1, for which torch copies some small tensors and not others
-            close = {"flops": 1e-9, "nbytes": 0.01}[field]
-            assert sum(o.times * getattr(o, field) for o in mine.operators) == pytest.approx(wanted, rel=close)
+        # bytes: one example alone has dims of 1, for which torch copies some small tensors and not others
+        for field, close in (("flops", 1e-9), ("nbytes", 0.01)):
+            got, wanted = (sum(o.times * getattr(o, field) for o in one.operators) for one in (mine, part))
+            assert got == pytest.approx(wanted, rel=close)
         assert [n for _, n in mine.calls] == [n for _, n in part.calls]
         assert mine.delta == pytest.approx(part.delta)
 
@@ -150,48 +131,40 @@ def test_a_batch_is_on_the_line_through_one_and_two(tmp_path: Path, kind: str) -
 @pytest.mark.parametrize("ways", [Ways(tp=2, sequence_parallel=True), Ways(ep=2)], ids=str)
 def test_a_result_taken_again_is_what_the_operator_makes(tmp_path: Path, ways: Ways) -> None:
     """The second recording of the same model runs few operators, and finds the same costs and memory."""
-    reduced = Reduced(folder(tmp_path, "mixtral", num_local_experts=4, num_experts_per_tok=2), SEQ, torch.float32)
-    first, results = reduced._record(ways, 2, 1, None), len(reduced._results)
-    assert reduced._record(ways, 2, 1, None).parts == first.parts
-    assert len(reduced._results) == results < sum(len(part.operators) for part in first.parts.values())
+    few = reduced(tmp_path, "mixtral", **MIXTRAL)
+    first, results = few._record(ways, 2, 1, None), len(few._results)
+    assert few._record(ways, 2, 1, None).parts == first.parts
+    assert len(few._results) == results < sum(len(part.operators) for part in first.parts.values())
 
 
 def test_the_peak_of_all_layers_is_that_of_a_recorded_run(tmp_path: Path) -> None:
     """A model of which no layer is left out, metered whole."""
-    where = folder(tmp_path)
-    reduced, whole = Reduced(where, SEQ, torch.float32), Reduced(where, SEQ, torch.float32)
-    config = transformers.AutoConfig.from_pretrained(where)
+    few, whole = reduced(tmp_path), reduced(tmp_path)
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
     config.use_cache = False
     with torch.device("meta"):
         whole._plain = transformers.LlamaForCausalLM(config)
     whole.order = [f"model.layers.{i}" for i in range(4)]
     whole._plain.set_attn_implementation("tpcore_recorded")
-    recorded = whole._costs(Ways(), 2)
-    held = peak = 0.0
-    forward = [("forward", r) for r in ("before the layers", *whole.order, "after the layers")]
-    backward = [("backward", r) for r in ("after the layers", *reversed(whole.order), "before the layers")]
-    for phase, region in (*forward, *backward):
+    recorded, live, peak = whole._costs(Ways(), 2), 0.0, 0.0
+    regions = ["before the layers", *whole.order, "after the layers"]
+    for phase, region in (*(("forward", r) for r in regions), *(("backward", r) for r in reversed(regions))):
         part = recorded.part(phase, region)
-        peak = max(peak, held + part.excess)
-        held += part.delta
-    choice = Choice(microbatch=2)
-    costs = reduced.costs(Ways(), 2)
-    memory = memory_of(reduced, costs, choice, held_by_rank(reduced, costs, choice))
-    assert memory["gradients"] + memory["activations"] == pytest.approx(
-        peak, rel=0.02
-    )  # a few numbers of its bookkeeping
+        peak = max(peak, live + part.excess)
+        live += part.delta
+    found = memory(few, Choice(microbatch=2))
+    # but for a few numbers of its bookkeeping
+    assert found["gradients"] + found["activations"] == pytest.approx(peak, rel=0.02)
 
 
 def test_each_layer_keeps_its_activations_or_with_recomputation_its_input(tmp_path: Path) -> None:
     kept = {}
     for count in (40, 80):  # so many that the peak is at the end of forward
-        reduced = Reduced(folder(tmp_path, num_hidden_layers=count), SEQ, torch.float32)
-        costs = reduced.costs(Ways(), 2)
+        few = reduced(tmp_path, num_hidden_layers=count)
         for recompute in (False, True):
             choice = Choice(microbatch=2, microbatches=2, recompute=recompute)
-            kept[count, recompute] = memory_of(reduced, costs, choice, held_by_rank(reduced, costs, choice))[
-                "activations"
-            ]
+            kept[count, recompute] = memory(few, choice)["activations"]
+    costs = few.costs(Ways(), 2)
     assert costs.hidden == 2 * SEQ * 64 * 4
     assert kept[80, False] - kept[40, False] == 40 * costs.part("forward", "model.layers.0").delta
     assert kept[80, True] - kept[40, True] == 40 * costs.hidden
@@ -199,48 +172,37 @@ def test_each_layer_keeps_its_activations_or_with_recomputation_its_input(tmp_pa
 
 def test_sums_of_a_machine_of_ones(tmp_path: Path) -> None:
     """Where a FLOP takes a second and a byte none, a step takes as many seconds as it has FLOPs."""
-    reduced = Reduced(folder(tmp_path), SEQ, torch.float32)
-    one = predict(reduced, Choice(microbatch=2), machine())
-    both = everything(reduced, Ways(), 2, "flops", ("forward", "backward"))
+    few = reduced(tmp_path)
+    one = predict(few, Choice(microbatch=2), machine())
+    both = flops(few, Ways(), 2)
     assert one.step == pytest.approx(both)
     assert one.flops == pytest.approx(both)
     assert one.efficiency == pytest.approx(1.0)
-    four = predict(reduced, Choice(microbatch=2, microbatches=3), machine())
-    assert four.step == pytest.approx(3 * both)
-    again = predict(reduced, Choice(microbatch=2, recompute=True), machine())
-    counts = Counter(reduced.order)
-    costs = reduced.costs(Ways(), 2)
-    layers = sum(n * sum(o.flops * o.times for o in costs.part("forward", r).operators) for r, n in counts.items())
-    assert again.seconds["recomputation"] == pytest.approx(layers)
+    three = predict(few, Choice(microbatch=2, microbatches=3), machine())
+    assert three.step == pytest.approx(3 * both)
+
+    def layers(batch: int, phase: str) -> float:
+        parts = ((n, few.costs(Ways(), batch).part(phase, r)) for r, n in Counter(few.order).items())
+        return sum(n * sum(o.flops * o.times for o in part.operators) for n, part in parts)
+
+    again = predict(few, Choice(microbatch=2, recompute=True), machine())
+    assert again.seconds["recomputation"] == pytest.approx(layers(2, "forward"))
     assert again.flops == one.flops  # what is computed again counts for nothing
-    stages = predict(reduced, Choice(pp=2, microbatch=1, microbatches=4), machine(inside=Link(0.0, 1e30)))
-    per_tick = (
-        sum(
-            n
-            * sum(o.flops * o.times for o in reduced.costs(Ways(), 1).part(phase, r).operators)
-            * (2 if phase == "forward" else 1)
-            for r, n in counts.items()
-            for phase in ("forward", "backward")
-        )
-        / 2
-    )
+    stages = predict(few, Choice(pp=2, microbatch=1, microbatches=4), machine(inside=Link(0.0, 1e30)))
+    per_tick = (2 * layers(1, "forward") + layers(1, "backward")) / 2
     assert stages.seconds["idle stages"] == pytest.approx(per_tick)  # one tick of five: bubble (pp - 1) / (m + pp - 1)
 
 
 def test_collectives_take_a_ring_of_the_right_link(tmp_path: Path) -> None:
-    reduced = Reduced(folder(tmp_path), SEQ, torch.float32)
+    few, choice = reduced(tmp_path), Choice(Ways(tp=2), dp=2, microbatch=1)
     free = {"float32": ((1.0, 1e30),)}
-    choice = Choice(Ways(tp=2), dp=2, microbatch=1)
-    near = predict(reduced, choice, machine(flops=free, inside=Link(0.0, 1.0), between=Link(0.0, 1e30)))
-    far = predict(reduced, choice, machine(flops=free, per_host=2, inside=Link(0.0, 1e30), between=Link(0.0, 1.0)))
-    held = sum(held_by_rank(reduced, reduced.costs(Ways(tp=2), 1), choice).values(), start=type_of_held())
+    near = predict(few, choice, machine(flops=free, inside=Link(0.0, 1.0), between=Link(0.0, 1e30)))
+    far = predict(few, choice, machine(flops=free, per_host=2, inside=Link(0.0, 1e30), between=Link(0.0, 1.0)))
+    zero = predict(few, replace(choice, zero1=True), machine(flops=free, per_host=2, between=Link(0.0, 1.0)))
     assert near.seconds["tp collectives"] > 0
     assert far.seconds["tp collectives"] == pytest.approx(0)
-    assert far.seconds["gradients over data ranks"] == pytest.approx(
-        held.gradient, rel=0.01
-    )  # 2 (n - 1) / n of the bytes
-    zero = predict(reduced, replace(choice, zero1=True), machine(flops=free, per_host=2, between=Link(0.0, 1.0)))
-    assert zero.seconds["gradients over data ranks"] == pytest.approx(held.gradient, rel=0.01)
+    for found in (far, zero):  # 2 (n - 1) / n of the bytes
+        assert found.seconds["gradients over data ranks"] == pytest.approx(held(few, choice).gradient, rel=0.01)
     assert zero.memory["optimizer"] == pytest.approx(near.memory["optimizer"] / 2, rel=0.01)
 
 
@@ -267,47 +229,40 @@ def test_every_plan_fits_and_the_fastest_is_first(tmp_path: Path) -> None:
 
 def test_the_cache_of_served_tokens(tmp_path: Path) -> None:
     """Four layers, a key and a value of 4 heads of 8 numbers each; of fewer heads than ranks each rank has one."""
-    reduced = Reduced(folder(tmp_path), SEQ, torch.float32)
-    assert [reduced.cache(tp) for tp in (1, 2, 4, 8)] == [4 * 2 * heads * 8 * 4 for heads in (4, 2, 1, 1)]
-    assert plan(folder(tmp_path), devices=1, batch=1, seq_len=SEQ).cache == 4 * 2 * 4 * 8 * 2
+    few = reduced(tmp_path)
+    assert [few.cache(tp) for tp in (1, 2, 4, 8)] == [4 * 2 * heads * 8 * 4 for heads in (4, 2, 1, 1)]
+    assert plan(str(tmp_path), devices=1, batch=1, seq_len=SEQ).cache == 4 * 2 * 4 * 8 * 2
 
 
 @pytest.mark.slow
 def test_experts_have_their_axis(tmp_path: Path) -> None:
-    where = folder(tmp_path, "mixtral", num_local_experts=4, num_experts_per_tok=2)
-    found = plan(where, devices=4, batch=8, seq_len=SEQ)
+    found = plan(folder(tmp_path, "mixtral", **MIXTRAL), devices=4, batch=8, seq_len=SEQ)
     assert any(row.choice.ways.ep == 4 for row in found.rows)
     assert any(row.choice.ways.expert_parallel for row in found.rows)
 
 
 def test_a_rank_computes_its_share_of_the_choices(tmp_path: Path) -> None:
-    where = folder(tmp_path, "mixtral", num_local_experts=4, num_experts_per_tok=2)
-    reduced = Reduced(where, SEQ, torch.float32)
-    alone, shared = (
-        sum(
-            o.flops * o.times
-            for o in reduced.costs(ways, 1).part("forward", "model.layers.0").operators
-            if o.name == "grouped_mm"
-        )
-        for ways in (Ways(), Ways(ep=4))
-    )
+    few = reduced(tmp_path, "mixtral", **MIXTRAL)
+    parts = (few.costs(ways, 1).part("forward", "model.layers.0") for ways in (Ways(), Ways(ep=4)))
+    alone, shared = (sum(o.flops * o.times for o in part.operators if o.name == "grouped_mm") for part in parts)
     assert alone == shared > 0  # four times the tokens, a quarter of the experts
 
 
-def test_layers_that_are_not_alike_are_no_stages(tmp_path: Path) -> None:
-    more = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
-    more |= {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
-    more |= {"moe_intermediate_size": 32, "num_key_value_heads": 8}
-    found = plan(folder(tmp_path, "deepseek_v3", **more), devices=2, batch=2, seq_len=SEQ)
+@pytest.mark.parametrize(
+    ("kind", "options", "why"),
+    [
+        ("deepseek_v3", DEEPSEEK, "pp: stages run one program, and the layers are not alike"),
+        (
+            "mixtral",
+            {"num_local_experts": 4, "num_key_value_heads": 8, "output_router_logits": True},
+            "pp: stages have no loss of routers (output_router_logits)",
+        ),
+    ],
+)
+def test_what_has_no_stages(tmp_path: Path, kind: str, options: dict[str, Any], why: str) -> None:
+    found = plan(folder(tmp_path, kind, **options), devices=2, batch=2, seq_len=SEQ)
     assert all(row.choice.pp == 1 for row in found.rows)
-    assert "pp: stages run one program, and the layers are not alike" in found.refused
-
-
-def test_a_loss_of_routers_has_no_stages(tmp_path: Path) -> None:
-    sizes = {"num_local_experts": 4, "num_key_value_heads": 8, "output_router_logits": True}
-    found = plan(folder(tmp_path, "mixtral", **sizes), devices=2, batch=2, seq_len=SEQ)
-    assert all(row.choice.pp == 1 for row in found.rows)
-    assert "pp: stages have no loss of routers (output_router_logits)" in found.refused
+    assert why in found.refused
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,7 @@ import pytest
 
 from benchmarks.plan_published import RUNS, Run
 from tpcore.diagnose.plan.calibrate import AllReduce, calibrate, fit
-from tpcore.diagnose.plan.machine import Machine
-from tpcore.diagnose.plan.pictures import save_pictures
-from tpcore.diagnose.plan.published import LINK_EFFICIENCY, MATMUL_EFFICIENCY, PUBLISHED, find
+from tpcore.diagnose.plan.machine import LINK_EFFICIENCY, MATMUL_EFFICIENCY, PUBLISHED, Machine, find
 from tpcore.diagnose.plan.simulate import (
     JobModel,
     daly,
@@ -26,14 +24,15 @@ from tpcore.diagnose.plan.simulate import (
     straggling,
     young,
 )
+from tpcore.diagnose.summary import save_pictures
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_machine_is_the_same_after_its_file(name: str, tmp_path: Path) -> None:
-    machine = find(name, hosts=3)
-    machine.write(tmp_path / "machine.json")
-    assert find(str(tmp_path / "machine.json"), hosts=3) == machine
-    assert Machine.read(tmp_path / "machine.json").devices == 3 * machine.per_host
+    path, machine = tmp_path / "machine.json", find(name, hosts=3)
+    machine.write(path)
+    assert find(str(path), hosts=3) == machine
+    assert Machine.read(path).devices == 3 * machine.per_host
     measured = {"per_host", "memory", "flops", "memory_bandwidth", "overhead", "inside", "between"}
     assert set(machine.source) == measured  # each figure has a source
 
@@ -73,19 +72,12 @@ def test_a_wrong_file_is_one_error_with_field_and_value(field: str, value: Any, 
         Machine.read(path)
 
 
-@pytest.mark.parametrize(
-    ("content", "text"), [("[]", r"holds \[\]"), ('{"name": "x"}', "'per_host' is missing"), ("{", "Expecting")]
-)
-def test_a_file_of_something_else(content: str, text: str, tmp_path: Path) -> None:
-    (tmp_path / "m.json").write_text(content)
-    with pytest.raises(ValueError, match=text):
-        Machine.read(tmp_path / "m.json")
-
-
-def test_an_unknown_machine_is_named_with_those_there_are() -> None:
-    with pytest.raises(
-        ValueError, match=r"no machine 'h100x9': it is neither a file nor one of trn1.32xlarge, .*--cal"
-    ):
+def test_a_file_of_something_else_and_an_unknown_machine(tmp_path: Path) -> None:
+    for content, text in (("[]", r"holds \[\]"), ('{"name": "x"}', "'per_host' is missing"), ("{", "Expecting")):
+        (tmp_path / "m.json").write_text(content)
+        with pytest.raises(ValueError, match=text):
+            Machine.read(tmp_path / "m.json")
+    with pytest.raises(ValueError, match=r"no machine 'h100x9': it is neither a file nor one of trn1.32xlarge, .*--c"):
         find("h100x9")
     with pytest.raises(ValueError, match="hosts must be a whole number above 0, not 0"):
         replace(find("cpu"), hosts=0)
@@ -103,10 +95,9 @@ def test_the_fit_finds_a_link_from_its_rings(latency: float, bandwidth: float) -
 
 
 def test_a_fit_never_has_a_negative_latency_or_bandwidth() -> None:
-    calls = [AllReduce(2, 4**k, 4.0**k * (1e-9 + 1e-12 * 4.0**k)) for k in range(5, 12)]  # dearer the larger
-    assert fit(calls)[0].latency == 0
-    flat = [AllReduce(2, 4**k, 1e-3 / 4**k) for k in range(5, 12)]  # cheaper the larger
-    assert fit(flat)[0].bandwidth > 0
+    dearer, cheaper = (lambda n: n * (1e-9 + 1e-12 * n)), (lambda n: 1e-3 / n)  # the larger
+    assert fit([AllReduce(2, 4**k, dearer(4.0**k)) for k in range(5, 12)])[0].latency == 0
+    assert fit([AllReduce(2, 4**k, cheaper(4.0**k)) for k in range(5, 12)])[0].bandwidth > 0
 
 
 @pytest.mark.slow
@@ -128,11 +119,7 @@ def test_calibration_of_one_device_is_refused() -> None:
 
 # -- simulation -----------------------------------------------------------------------------------------
 YEAR = 365 * 86_400.0
-JOBS = [
-    JobModel(1_000, 5 * YEAR, 60, 300, 0.02),
-    JobModel(10_000, 5 * YEAR, 60, 300, 0.02),
-    JobModel(10_000, YEAR, 120, 900),
-]
+JOBS = [JobModel(n, 5 * YEAR, 60, 300, 0.02) for n in (1_000, 10_000)] + [JobModel(10_000, YEAR, 120, 900)]
 
 
 @pytest.mark.parametrize("job", JOBS)
@@ -197,9 +184,6 @@ def test_plans_are_drawn(curves: dict[str, dict[int, float]] | None, tmp_path: P
     assert all(f"<!-- {label} -->" in drawn for label in labels)
     assert "<!-- dp=11 tp=2 -->" not in drawn  # the best ten
     assert ("<!-- Llama 3 8B -->" in drawn) == (curves is not None)
-
-
-def test_no_plan_is_no_picture(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no mesh fits"):
         save_pictures([], tmp_path / "plan.png")
 

@@ -39,8 +39,7 @@ class CheckpointError(RuntimeError):
 
 @contextmanager
 def extra(name: str, user: str) -> Iterator[None]:
-    """For imports that need the extra ``name``: a library that is missing is named, with the command that
-    installs it. ``user``: what needs it."""
+    """For imports that ``user`` needs of the extra ``name``: the error says how to install a missing library."""
     try:
         yield
     except ModuleNotFoundError as e:

@@ -1,7 +1,5 @@
-"""The environment variables that tpcore reads. No other module touches the environment.
-
-A backend declares its own variables with ``Variable`` too. ``docs/environment.md`` lists every one of them.
-"""
+"""The environment variables that tpcore reads, beside those that backends declare. No other module touches the
+environment; ``docs/environment.md`` lists every variable."""
 
 from __future__ import annotations
 
@@ -14,6 +12,7 @@ from typing import Generic, Literal, TypeVar
 __version__ = "0.1.0"
 
 T = TypeVar("T")
+SetBy = Literal["you", "launcher", "tpcore"]
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,7 @@ class Variable(Generic[T]):
     default: T
     values: str
     meaning: str
-    set_by: Literal["you", "launcher", "tpcore"] = "you"
+    set_by: SetBy = "you"
 
     def text(self) -> str:
         """The value as it stands in the environment; empty if unset."""
@@ -49,13 +48,12 @@ class Variable(Generic[T]):
 
 # -- how values are written ---------------------------------------------------------------------------------
 def seconds(text: str) -> float:
-    wrong = ValueError("a positive number of seconds")
     try:
         value = float(text)
     except ValueError:
-        raise wrong from None
+        value = 0.0
     if not value > 0:
-        raise wrong
+        raise ValueError("a positive number of seconds")
     return value
 
 
@@ -74,21 +72,23 @@ def one_of(values: Mapping[str, T]) -> Callable[[str], T]:
     return parse
 
 
+def _text(name: str, values: str, meaning: str, set_by: SetBy = "launcher") -> Variable[str]:
+    return Variable(name, str, "", values, meaning, set_by)
+
+
+def _count(name: str, meaning: str, default: int = 1, values: str = "a number") -> Variable[int]:
+    return Variable(name, whole, default, values, meaning, "launcher")
+
+
 # -- what a person sets -------------------------------------------------------------------------------------
-BACKEND = Variable(
+BACKEND = _text(
     "TPCORE_BACKEND",
-    str,
-    "",
     "a backend's name",
     "The backend for `init(backend=None)`. Default: `neuron` or `cuda` where it can run, else `cpu_gloo`.",
+    "you",
 )
-TIMEOUT = Variable(
-    "TPCORE_TIMEOUT",
-    seconds,
-    120.0,
-    "seconds, default `120`",
-    "How long a collective waits for a rank that does not come.",
-)
+_WAITS = "How long a collective waits for a rank that does not come."
+TIMEOUT = Variable("TPCORE_TIMEOUT", seconds, 120.0, "seconds, default `120`", _WAITS)
 CHECK: Variable[str] = Variable(
     "TPCORE_CHECK",
     one_of({"1": "always", "always": "always", "0": "off", "off": "off", "warmup": "warmup"}),
@@ -115,48 +115,26 @@ HUGE_PAGES = Variable(
 )
 
 # -- what a launcher sets -----------------------------------------------------------------------------------
-RANK = Variable("RANK", whole, 0, "0 to `WORLD_SIZE` - 1", "This process's rank in the job.", "launcher")
-WORLD_SIZE = Variable(
-    "WORLD_SIZE", whole, 1, "a number", "Number of processes of the job. Unset: one process.", "launcher"
-)
-LOCAL_RANK = Variable(
-    "LOCAL_RANK", whole, 0, "a number", "This process's rank on its host: selects its device.", "launcher"
-)
-LOCAL_WORLD_SIZE = Variable(
-    "LOCAL_WORLD_SIZE", whole, 1, "a number", "Number of the job's processes on this host.", "launcher"
-)
-MASTER_ADDR = Variable("MASTER_ADDR", str, "", "a host", "Host of the job's store.", "launcher")
-MASTER_PORT = Variable("MASTER_PORT", whole, 0, "a port", "Port of the job's store.", "launcher")
-AGENT_STORE = Variable(
-    "TORCHELASTIC_USE_AGENT_STORE",
-    "True".__eq__,
-    False,
-    "`True`",
-    "The launcher hosts the job's store, not rank 0.",
-    "launcher",
-)
+RANK = _count("RANK", "This process's rank in the job.", 0, "0 to `WORLD_SIZE` - 1")
+WORLD_SIZE = _count("WORLD_SIZE", "Number of processes of the job. Unset: one process.")
+LOCAL_RANK = _count("LOCAL_RANK", "This process's rank on its host: selects its device.", 0)
+LOCAL_WORLD_SIZE = _count("LOCAL_WORLD_SIZE", "Number of the job's processes on this host.")
+MASTER_ADDR = _text("MASTER_ADDR", "a host", "Host of the job's store.")
+MASTER_PORT = _count("MASTER_PORT", "Port of the job's store.", 0, "a port")
+_HOSTED = "The launcher hosts the job's store, not rank 0."
+AGENT_STORE = Variable("TORCHELASTIC_USE_AGENT_STORE", "True".__eq__, False, "`True`", _HOSTED, "launcher")
 # of other launchers, which know no WORLD_SIZE
-OPENMPI_SIZE = Variable(
-    "OMPI_COMM_WORLD_SIZE", whole, 1, "a number", "As `WORLD_SIZE`, for the conformance kit.", "launcher"
-)
-MPICH_SIZE = Variable("PMI_SIZE", whole, 1, "a number", "The same.", "launcher")
-SLURM_SIZE = Variable("SLURM_NTASKS", whole, 1, "a number", "The same.", "launcher")
-RUN_ID = Variable("TORCHELASTIC_RUN_ID", str, "", "an id", "Names the job: ranks of two jobs do not meet.", "launcher")
-SLURM_JOB = Variable("SLURM_JOB_ID", str, "", "an id", "The same.", "launcher")
-SLURM_HET = Variable("SLURM_HET_SIZE", str, "", "a number", "Set: the job's parts have ids of their own.", "launcher")
-TEST = Variable(
-    "PYTEST_CURRENT_TEST", str, "", "a test's name", "Names the test that ends a job of the kit.", "launcher"
-)
+OPENMPI_SIZE = _count("OMPI_COMM_WORLD_SIZE", "As `WORLD_SIZE`, for the conformance kit.")
+MPICH_SIZE = _count("PMI_SIZE", "The same.")
+SLURM_SIZE = _count("SLURM_NTASKS", "The same.")
+RUN_ID = _text("TORCHELASTIC_RUN_ID", "an id", "Names the job: ranks of two jobs do not meet.")
+SLURM_JOB = _text("SLURM_JOB_ID", "an id", "The same.")
+SLURM_HET = _text("SLURM_HET_SIZE", "a number", "Set: the job's parts have ids of their own.")
+TEST = _text("PYTEST_CURRENT_TEST", "a test's name", "Names the test that ends a job of the kit.")
 
 # -- what tpcore sets for the processes that it starts ------------------------------------------------------
-STORE = Variable(
-    "TPCORE_STORE",
-    str,
-    "",
-    "a path",
-    "The file by which the processes of a traced model find each other, instead of a port.",
-    "tpcore",
-)
+_FOUND = "The file by which the processes of a traced model find each other, instead of a port."
+STORE = _text("TPCORE_STORE", "a path", _FOUND, "tpcore")
 
 LAUNCHER = ("MASTER_", "TORCHELASTIC_", "GROUP_", "ROLE_")
 """Prefixes of variables that this process's launcher may have set and that its children must not inherit."""

@@ -1,10 +1,14 @@
-"""The console that tables are printed on, and text for their cells."""
+"""What several commands share: the console, tables, and values of options."""
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Collection
 from typing import Any
 
+import torch
+import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -25,10 +29,27 @@ def table_of(*titles: str, right: Collection[str] = ()) -> Table:
     return table
 
 
-def shape_text(shape: tuple[int, ...]) -> str:
-    return "x".join(map(str, shape)) or "scalar"
+def tell(found: Any, text: str, as_json: bool, indent: int = 2) -> None:
+    """``found`` as JSON for programs, or ``text`` for people."""
+    typer.echo(json.dumps(found, indent=indent) if as_json else text)
 
 
-def finite(entry: dict[str, Any]) -> dict[str, Any]:
-    """``entry`` with text in place of infinity and NaN, which JSON lacks."""
-    return {k: str(v) if isinstance(v, float) and v - v != 0 else v for k, v in entry.items()}
+def dtype_of(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not (isinstance(found, torch.dtype) and found.is_floating_point):
+        raise ValueError(f"torch has no floating dtype {name!r}")
+    return found
+
+
+def numbers_of(option: str, text: str) -> list[int]:
+    try:
+        return [int(n) for n in text.split(",")]
+    except ValueError:
+        raise ValueError(f"{option} takes numbers with commas, as 0,3, not {text!r}") from None
+
+
+def bytes_of(option: str, text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", text.upper())
+    if match is None or not (size := int(float(match[1]) * 1000 ** " KMGT".index(match[2] or " "))):
+        raise ValueError(f"{option} {text}: a size such as 5GB or 500MB")
+    return size

@@ -17,10 +17,9 @@ from rich.console import Console
 
 from .. import settings
 from ..backend import registry
-from ..backend.registry import backend_class
 from ..errors import BackendError
 from ..runtime.init import default_backend
-from .console import table_of
+from .console import table_of, tell
 
 Section = dict[str, str]
 
@@ -37,62 +36,50 @@ _GIB = 2**30
 
 def report() -> dict[str, Section]:
     """Names and values by section. Only environment variables that tpcore, launchers and networks read."""
+    versions = {"python": sys.version.split()[0]}
+    for name in _PACKAGES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            versions[name] = "not installed"
+    places = (path for kind in ("neuron", "nvidia") for path in sorted(Path("/dev").glob(f"{kind}[0-9]*")))
+    devices = {path.name: "there" for path in places} or {"accelerators": "none"}
+    efa = sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))
+    found = {}
+    for info in registry.backends():
+        usable, why = ("usable", info.remark) if info.usable else ("not usable", info.reason)
+        found[info.name] = f"{info.distribution} {info.version}: {usable} here{why and ': '}{why}"
     network = {name: _read(f"/sys/class/net/{name}/operstate") for _, name in socket.if_nameindex()}
+    shown = {name: value for name, value in settings.environment().items() if name.startswith(_SHOWN)}
     return {
-        "versions": _versions(),
+        "versions": versions,
         "machine": _machine(),
-        "devices": _devices(),
+        "devices": {**devices, "EFA or InfiniBand": ", ".join(efa) or "none"},
         "network": {name: state or "state unknown" for name, state in network.items()},
-        "environment": _environment(),
-        "backends": _backends(),
+        "environment": dict(sorted(shown.items())) or {"variables of tpcore, launchers and networks": "none is set"},
+        "backends": found or {"installed": "none: pip install 'tpcore[cpu]'"},
         "what init() would choose": _choice(),
     }
 
 
-def _versions() -> Section:
-    found = {"python": sys.version.split()[0]}
-    for name in _PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
-
-
 def _machine() -> Section:
-    disk = shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None
-    memory = _read("/proc/meminfo").splitlines()
-    total = next((line.split()[1] for line in memory if line.startswith("MemTotal")), "0")
+    memory = "not there: ranks exchange tensors over sockets"
+    if os.path.isdir("/dev/shm"):
+        disk = shutil.disk_usage("/dev/shm")
+        memory = f"{disk.free / _GIB:.2f} GiB free of {disk.total / _GIB:.2f}"
+    try:
+        name = "yes" if socket.getaddrinfo(socket.gethostname(), None) else "no"
+    except OSError as e:
+        name = f"no, {e}"
     return {
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}, {'-'.join(platform.libc_ver())}",
         "cores": f"{os.cpu_count()}, of which {len(os.sched_getaffinity(0))} for this process",
         "cores by control group": _read("/sys/fs/cgroup/cpu.max") or "no limit known",
-        "memory": f"{int(total) * 1024 / _GIB:.1f} GiB",
+        "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / _GIB:.1f} GiB",
         "memory by control group": _read("/sys/fs/cgroup/memory.max") or "no limit known",
-        "/dev/shm": "not there: ranks exchange tensors over sockets"
-        if disk is None
-        else f"{disk.free / _GIB:.2f} GiB free of {disk.total / _GIB:.2f}",
-        "host": f"name resolves: {_resolves(socket.gethostname())}",
+        "/dev/shm": memory,
+        "host": f"name resolves: {name}",
     }
-
-
-def _devices() -> Section:
-    found = {path.name: "there" for kind in ("neuron", "nvidia") for path in sorted(Path("/dev").glob(f"{kind}[0-9]*"))}
-    efa = sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))
-    return {**(found or {"accelerators": "none"}), "EFA or InfiniBand": ", ".join(efa) or "none"}
-
-
-def _environment() -> Section:
-    shown = {name: value for name, value in settings.environment().items() if name.startswith(_SHOWN)}
-    return dict(sorted(shown.items())) or {"variables of tpcore, launchers and networks": "none is set"}
-
-
-def _backends() -> Section:
-    return {
-        info.name: f"{info.distribution} {info.version}: "
-        + (f"usable here{info.remark and ': '}{info.remark}" if info.usable else f"not usable here: {info.reason}")
-        for info in registry.backends()
-    } or {"installed": "none: pip install 'tpcore[cpu]'"}
 
 
 def _choice() -> Section:
@@ -114,26 +101,15 @@ def _read(path: str) -> str:
         return ""
 
 
-def _resolves(name: str) -> str:
-    try:
-        return "yes" if socket.getaddrinfo(name, None) else "no"
-    except OSError as e:
-        return f"no, {e}"
-
-
 def doctor(as_json: bool = typer.Option(False, "--json", help="Print JSON for programs.")) -> None:
     """Print versions, backends, cores, memory, devices and network of this machine, and what would be chosen.
 
     For a report of a problem. Nothing is sent anywhere, and nothing is started.
     """
-    found = report()
-    if as_json:
-        typer.echo(json.dumps(found, indent=2))
-        return
+    found, lines = report(), []
     for section, values in found.items():
-        typer.echo(f"{section}:")
-        for name, value in values.items():
-            typer.echo(f"  {name}: {value}")
+        lines += [f"{section}:", *(f"  {name}: {value}" for name, value in values.items())]
+    tell(found, "\n".join(lines), as_json)
 
 
 def backends(as_json: bool = typer.Option(False, "--json", help="Print a JSON list for programs.")) -> None:
@@ -144,21 +120,18 @@ def backends(as_json: bool = typer.Option(False, "--json", help="Print a JSON li
         return
     table = table_of("backend", "from", "usable here", "group sizes", "traces")
     for info in found:
-        usable = "yes" if info.usable else "no, see below"
-        table.add_row(info.name, f"{info.distribution} {info.version}", usable, *_can(info))
+        usable, sizes, traces = "yes" if info.usable else "no, see below", "?", "?"
+        if info.capabilities:
+            limits = info.capabilities["group_sizes"]
+            sizes = "any" if limits is None else ", ".join(map(str, limits))
+            traces = "yes" if info.capabilities["tracing"] else "no"
+        table.add_row(info.name, f"{info.distribution} {info.version}", usable, sizes, traces)
     console = Console(highlight=False)
     console.print(table)
     for info in found:
         if text := info.remark if info.usable else info.reason:
             # outside the table and unwrapped: reasons hold command lines to copy; no markup: tpcore[neuron]
             console.print(f"\n{info.name}: {text}", markup=False, soft_wrap=True)
-
-
-def _can(info: registry.BackendInfo) -> tuple[str, str]:
-    if not info.capabilities:
-        return "?", "?"
-    sizes = info.capabilities["group_sizes"]
-    return ("any" if sizes is None else ", ".join(map(str, sizes)), "yes" if info.capabilities["tracing"] else "no")
 
 
 def compile_ahead(
@@ -169,17 +142,16 @@ def compile_ahead(
 ) -> None:
     """Run a script's graphs without a device, and list each distinct program that it needs compiled."""
     try:
-        found = backend_class(backend).compile_ahead(command, nprocs)
+        found = registry.backend_class(backend).compile_ahead(command, nprocs)
     except BackendError as e:
         typer.echo(f"tpcore compile: {e}", err=True)
         raise typer.Exit(1) from e
     if as_json:
         typer.echo(json.dumps([asdict(info) for info in found], indent=2))
         return
-    titles = ("program", "runs", "operations", "parameters", "collectives", "at")
-    table = table_of(*titles, right=("runs", "operations"))
+    numbers = "runs", "operations"
+    table = table_of("program", *numbers, "parameters", "collectives", "at", right=numbers)
     for info in found:
-        site = os.path.relpath(info.site.partition(" in ")[0])
-        size = f"{info.parameter_bytes / 1e6:.3g} MB"
+        size, site = f"{info.parameter_bytes / 1e6:.3g} MB", os.path.relpath(info.site.partition(" in ")[0])
         table.add_row(info.digest, str(info.runs), str(info.operations), size, info.collectives or "none", site)
     Console(highlight=False).print(table)

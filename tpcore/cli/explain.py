@@ -5,23 +5,22 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
 from ..diagnose.explain import Collective, Explanation, Program, StageCost, explain
-from ..diagnose.explain.summary import kinds, pattern, replicated, size, sizes
+from ..diagnose.summary import kinds, pattern, replicated, save_picture, size, sizes
 from ..errors import extra
-from .arguments import dtype_of, numbers_of
-from .console import table_of, wide_console
+from .console import dtype_of, numbers_of, table_of, wide_console
 
 
 def explain_step(
     target: str = typer.Argument(
-        ...,
-        help="package.module:factory, path/to/file.py:factory, a directory with a Hugging Face config.json, "
-        "that file, or a model class of transformers.",
+        help="package.module:factory, path/to/file.py:factory, a Hugging Face config.json or its directory, or a model "
+        "class of transformers."
     ),
     tp: int = typer.Option(1, min=1, help="Size of the tensor-parallel group."),
     dp: int = typer.Option(1, min=1, help="Size of the data-parallel group."),
@@ -30,35 +29,19 @@ def explain_step(
     pp: int = typer.Option(1, min=1, help="Pipeline stages, of a model with PipelinedLayers."),
     batch_size: int = typer.Option(1, min=1, help="Examples of one dp rank in a step."),
     seq_len: int = typer.Option(128, min=1, help="Tokens of an example."),
-    parallelize: str | None = typer.Option(
-        None, help="package.module:function or path/to/file.py:function that puts tpcore's layers into the model."
-    ),
+    parallelize: str | None = typer.Option(None, help="MODULE:FUNCTION or FILE.py:FUNCTION that replaces layers."),
     plan: str | None = typer.Option(
-        None,
-        help="Cut a model of transformers as tpcore.parallelize does: auto, by its own plan; or a JSON file "
-        "of rules that go before it. Default with --cp: auto.",
+        None, help="Cut a model of transformers: auto, by its own plan; or by a JSON file of rules. With --cp: auto."
     ),
-    sequence_parallel: bool = typer.Option(
-        False, "--sequence-parallel", help="With --plan: each rank keeps some of the tokens."
-    ),
-    context_parallel: str | None = typer.Option(
-        None, help="With --cp: how attention sees other ranks' tokens: gather, ulysses, ring, or auto, which says why."
-    ),
-    dispatch: str = typer.Option(
-        "gathered", help="With --plan and --ep: how tokens come to experts: gathered, all_to_all or auto."
-    ),
-    capacity_factor: float | None = typer.Option(
-        None, help="With --plan: how many times its even share of tokens an expert takes; others are dropped."
-    ),
+    sequence_parallel: bool = typer.Option(False, "--sequence-parallel", help="With --plan: ranks divide tokens."),
+    context_parallel: str | None = typer.Option(None, help="With --cp: gather, ulysses, ring, or auto, with reasons."),
+    dispatch: str = typer.Option("gathered", help="With --plan and --ep: gathered, all_to_all or auto."),
+    capacity_factor: float | None = typer.Option(None, help="With --plan: times an expert's even share of tokens."),
     dtype: str | None = typer.Option(None, help="Convert the parameters: bfloat16, say."),
-    optimizer: str = typer.Option(
-        "AdamW", help="A class of torch.optim; zero1: tpcore.Zero1 over AdamW; zero1:SGD: over another."
-    ),
+    optimizer: str = typer.Option("AdamW", help="A class of torch.optim; zero1: tpcore.Zero1 over AdamW; zero1:SGD."),
     master_dtype: str | None = typer.Option(None, help="Of zero1's master weights: float32, say."),
     max_norm: float = typer.Option(1.0, min=0, help="For gradient clipping; 0: do not clip."),
-    ranks: str | None = typer.Option(
-        None, help="Which ranks to record, as 0,3; default: all, of more than 16 the outermost."
-    ),
+    ranks: str | None = typer.Option(None, help="To record, as 0,3; default: all, of more than 16 the outermost."),
     as_json: bool = typer.Option(False, "--json", help="Print everything as JSON, for programs."),
     plot: Path | None = typer.Option(None, help="Draw it to this file: out.png, out.svg."),
 ) -> None:
@@ -67,30 +50,14 @@ def explain_step(
     Nothing is started and no memory is used: the step runs on tensors without values. Exit status 1 if the
     ranks would disagree, and so hang, or take their parts for wholes; 2 if there is no step to show.
     """
+    options: dict[str, Any] = {name: value for name, value in locals().items() if name not in ("as_json", "plot")}
     try:
-        found = explain(
-            target,
-            tp=tp,
-            dp=dp,
-            ep=ep,
-            cp=cp,
-            pp=pp,
-            batch_size=batch_size,
-            seq_len=seq_len,
-            parallelize=parallelize,
-            plan=plan,
-            sequence_parallel=sequence_parallel,
-            context_parallel=context_parallel,
-            dispatch=dispatch,
-            capacity_factor=capacity_factor,
-            dtype=None if dtype is None else dtype_of(dtype),
-            optimizer=optimizer,
-            master_dtype=None if master_dtype is None else dtype_of(master_dtype),
-            max_norm=max_norm or None,
-            ranks=None if ranks is None else numbers_of("--ranks", ranks),
-        )
+        options |= {name: dtype_of(options[name]) for name in ("dtype", "master_dtype") if options[name] is not None}
+        options |= {"max_norm": max_norm or None, "ranks": None if ranks is None else numbers_of("--ranks", ranks)}
+        found = explain(**options)
         if plot is not None:
-            _draw(found, plot)
+            with extra("plot", "--plot"):
+                save_picture(found, plot)
     except Exception as e:  # what the model raises too: there is no step to show
         where = "".join(f" ({note})" for note in getattr(e, "__notes__", []))
         kind = "" if isinstance(e, ValueError | ImportError) else f"{type(e).__name__}: "
@@ -100,17 +67,10 @@ def explain_step(
         typer.echo(json.dumps(found.to_json(), indent=1))
     else:
         _show(found)
-    problems = [*found.mistakes, *([] if found.disagreement is None else [found.disagreement])]
+    problems = [problem for problem in (*found.mistakes, found.disagreement) if problem is not None]
     for problem in problems:
         typer.echo(f"\n{problem}", err=True)
     raise typer.Exit(1 if problems else 0)
-
-
-def _draw(found: Explanation, path: Path) -> None:
-    from ..diagnose.explain.picture import save_picture
-
-    with extra("plot", "--plot"):
-        save_picture(found, path)
 
 
 def _show(found: Explanation) -> None:
@@ -138,11 +98,8 @@ def _memory(program: Program, *, staged: bool) -> Table:
     numbers = ("elements", "parameters", "gradients", "optimizer", "together")
     table = table_of("on each rank", *numbers, right=numbers)
     cut = "cut, or of this stage" if staged else "cut over tp"
-    rows = {cut: [p for p in program.parameters if p.cut]}
-    rows["held in full"] = [p for p in program.parameters if not p.cut]
-    rows["all"] = list(program.parameters)
-    for name, some in rows.items():
-        elements, *held = sizes(some)
+    for name, shown in ((cut, (True,)), ("held in full", (False,)), ("all", (True, False))):
+        elements, *held = sizes(p for p in program.parameters if p.cut in shown)
         table.add_row(name, f"{elements:,}", *map(size, held), size(sum(held)))
     return table
 
@@ -159,16 +116,15 @@ def _traffic(program: Program) -> Table:
     """One row for each kind, under the phase and the group; the sums over a group below."""
     table = table_of("collective", "bytes", "times", "sent", right=("bytes", "times", "sent"))
     above = ""
-    for kind in kinds(program.collectives):
-        call = kind.first
+    for call, module, times in kinds(program.collectives):
         title = f"{call.phase}, {_group(call)}"
         if title != above:
             table.add_row(title, style="bold")
             above = title
         what = f"  {call.op} of {call.dtype} {list(call.shape)}"
         line = os.path.basename(call.site.partition(" in ")[0])
-        at = ", ".join(part for part in (kind.module, line) if part)
-        row = (size(call.nbytes), str(kind.times), size(kind.sent))
+        at = ", ".join(part for part in (module, line) if part)
+        row = size(call.nbytes), str(times), size(times * call.sent)
         table.add_row(Text(f"{what}\n    {at}" if at else what), *row)
     for group in dict.fromkeys(map(_group, program.collectives)):
         some = [c for c in program.collectives if _group(c) == group]

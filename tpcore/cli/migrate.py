@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import tokenize
-from collections.abc import Iterator
 from pathlib import Path
 
 import typer
@@ -25,8 +24,12 @@ def migrate(
         raise typer.BadParameter(f"there is no {path}")
     if path.suffix == ".ipynb":  # JSON, which reads as Python without imports
         raise typer.BadParameter(f"{path} is a notebook: `jupyter nbconvert --to script` makes a script of it")
+    scripts = [path] if path.is_file() else sorted(path.rglob("*.py"))
     files = changed = gone = stays = 0
-    for file in _scripts(path):
+    for file in scripts:
+        inside = file.relative_to(path).parts
+        if any(part.startswith(".") or part == "site-packages" for part in inside):
+            continue
         try:
             data = file.read_bytes()
             encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
@@ -55,12 +58,3 @@ def migrate(
         typer.echo(f"{stays} imports of other libraries stay: change them by hand")
     if gone or stays:
         raise typer.Exit(1)
-
-
-def _scripts(path: Path) -> Iterator[Path]:
-    if path.is_file():
-        yield path
-        return
-    for file in sorted(path.rglob("*.py")):
-        if not any(part.startswith(".") or part == "site-packages" for part in file.relative_to(path).parts):
-            yield file

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from ..diagnose.explain.summary import size
-from ..diagnose.plan.published import PUBLISHED
+from ..diagnose.plan.machine import PUBLISHED
 from ..diagnose.plan.simulate import JobModel, forecast
+from ..diagnose.summary import save_pictures, size
 from ..errors import extra
-from .arguments import dtype_of, numbers_of
-from .console import wide_console
+from .console import bytes_of, dtype_of, numbers_of, table_of, wide_console
 
 if TYPE_CHECKING:  # a model's rooms take long to import
     from ..diagnose.plan.machine import Machine
@@ -27,10 +26,7 @@ arXiv:2407.21783, section 3.3.4)."""
 
 
 def plan_mesh(
-    target: str | None = typer.Argument(
-        None,
-        help="A directory with a Hugging Face config.json, that file, a model class of transformers, or a function.",
-    ),
+    target: str | None = typer.Argument(None, help="As of tpcore explain: a Hugging Face config.json, say."),
     machine: str = typer.Option("h100x8", help=f"{', '.join(PUBLISHED)}, or the file of --calibrate."),
     hosts: int = typer.Option(1, min=1, help="Hosts of that machine."),
     devices: int | None = typer.Option(None, min=1, help="Devices. Default: all of the hosts."),
@@ -42,15 +38,11 @@ def plan_mesh(
     capacity_factor: float | None = typer.Option(None, min=0, help="Of experts: how much of an even share each takes."),
     as_json: bool = typer.Option(False, "--json", help="Print everything as JSON, for programs."),
     plot: Path | None = typer.Option(None, help="Draw memory, time and scaling to this file: out.png, out.svg."),
-    simulate: str | None = typer.Option(
-        None, help="Numbers of devices, as 1000,10000: how much of their time jobs would get to use."
-    ),
+    simulate: str | None = typer.Option(None, help="Numbers of devices, as 1000,10000: what part of time is used."),
     mtbf: float = typer.Option(_MTBF, min=1e-3, help="With --simulate: hours between failures of a device."),
     save: float = typer.Option(60, min=1e-3, help="With --simulate: seconds that a checkpoint stops a job."),
     restart: float = typer.Option(600, min=0, help="With --simulate: seconds from a failure to the next step."),
-    jitter: float = typer.Option(
-        0.02, min=0, help="With --simulate: spread of a device's time for a step, of its log."
-    ),
+    jitter: float = typer.Option(0.02, min=0, help="With --simulate: spread of the log of a device's time for a step."),
     calibrated: bool = typer.Option(False, "--calibrate", help="Measure this machine, in a minute, into --out."),
     out: Path = typer.Option(Path("machine.json"), help="With --calibrate: the file to write."),
 ) -> None:
@@ -60,7 +52,6 @@ def plan_mesh(
     """
     from ..diagnose.plan.calibrate import calibrate
     from ..diagnose.plan.search import plan
-    from ..models.whole import bytes_of
 
     try:
         if calibrated:
@@ -73,48 +64,29 @@ def plan_mesh(
             if not calibrated and simulate is None:
                 raise ValueError("name a model, or give --calibrate or --simulate")
             return
-        found = plan(
-            target,
-            machine=machine,
-            hosts=hosts,
-            devices=devices,
-            per_host=per_host,
-            memory=None if memory is None else float(bytes_of(memory)),
-            batch=batch,
-            seq_len=seq_len,
-            dtype=dtype_of(dtype),
-            capacity_factor=capacity_factor,
-            scaling=plot is not None,
-        )
+        sizes: dict[str, Any] = {"hosts": hosts, "devices": devices, "per_host": per_host, "machine": machine}
+        sizes |= {"batch": batch, "seq_len": seq_len, "dtype": dtype_of(dtype), "capacity_factor": capacity_factor}
+        sizes["memory"] = None if memory is None else float(bytes_of("--memory", memory))
+        found = plan(target, **sizes, scaling=plot is not None)
+        title = f"{found.model} on {found.limits.devices} devices of {found.machine.name}"
         if plot is not None and found.rows:
-            _draw(found, plot)
+            rows = [{"mesh": str(row.choice), "memory": row.memory, "seconds": row.seconds} for row in found.rows]
+            with extra("plot", "--plot"):
+                save_pictures(rows, plot, title=title, limit=found.limits.memory, curves={found.model: found.curve})
     except (ValueError, ImportError) as e:
         typer.echo(f"tpcore plan: {e}", err=True)
         raise typer.Exit(2) from e
     if as_json:
         typer.echo(json.dumps(found.to_json(), indent=1))
     else:
-        _show(found)
+        _show(found, title)
     raise typer.Exit(0 if found.rows else 1)
 
 
-def _draw(found: MeshPlan, path: Path) -> None:
-    from ..diagnose.plan.pictures import save_pictures
-
-    rows = [{"mesh": str(r.choice), "memory": r.memory, "seconds": r.seconds} for r in found.rows]
-    title = f"{found.model} on {found.limits.devices} devices of {found.machine.name}"
-    with extra("plot", "--plot"):
-        save_pictures(rows, path, title=title, limit=found.limits.memory, curves={found.model: found.curve})
-
-
-def _show(found: MeshPlan) -> None:
+def _show(found: MeshPlan, title: str) -> None:
     console, limits = wide_console(), found.limits
-    console.print(
-        f"{found.model} on {limits.devices} devices of {found.machine.name}, {size(limits.memory)} each: "
-        f"{limits.batch} x {limits.seq_len} tokens a step, {str(limits.dtype).removeprefix('torch.')}. "
-        f"{len(found.rows)} plans fit.\n",
-        soft_wrap=True,
-    )
+    step = f"{limits.batch} x {limits.seq_len} tokens a step, {str(limits.dtype).removeprefix('torch.')}"
+    console.print(f"{title}, {size(limits.memory)} each: {step}. {len(found.rows)} plans fit.\n", soft_wrap=True)
     if found.rows:
         console.print(_table(found))
         _show_best(console, found)
@@ -132,32 +104,24 @@ _BEST = 10  # plans that are shown
 
 
 def _table(found: MeshPlan) -> Table:
-    table = Table(box=None, pad_edge=False)
     best = found.rows[:_BEST]
     kinds = list(dict.fromkeys(kind for row in best for kind in row.memory))
-    for title in ("mesh; microbatches", "step", "tokens/s", "of peak", "memory", *kinds, "time"):
-        table.add_column(title, justify="left" if title in ("mesh; microbatches", "time") else "right", overflow="fold")
+    numbers = "step", "tokens/s", "of peak", "memory", *kinds
+    table = table_of("mesh; microbatches", *numbers, "time", right=numbers)
     for row in best:
         parts = sorted(row.seconds.items(), key=lambda item: -item[1])
         shares = ", ".join(f"{part} {value / row.step:.0%}" for part, value in parts if value >= 0.01 * row.step)
-        table.add_row(
-            str(row.choice),
-            f"{row.step:.3g} s",
-            f"{row.tokens_per_second:,.0f}",
-            f"{row.efficiency:.0%}",
-            size(row.nbytes),
-            *(size(row.memory[kind]) for kind in kinds),
-            shares,
-        )
+        cells = f"{row.step:.3g} s", f"{row.tokens_per_second:,.0f}", f"{row.efficiency:.0%}", size(row.nbytes)
+        table.add_row(str(row.choice), *cells, *(size(row.memory[kind]) for kind in kinds), shares)
     return table
 
 
 def _show_best(console: Console, found: MeshPlan) -> None:
-    from ..diagnose.plan.script import launch_line, setup_lines, step_lines
+    from ..diagnose.plan.choice import launch_line, setup_lines, step_lines
 
-    choice = found.best.choice
+    choice, launched = found.best.choice, launch_line(found.limits.devices, found.machine.per_host)
     dtype = str(found.limits.dtype).removeprefix("torch.")
-    console.print(f"\nThe first of them:\n\n  {launch_line(found)}\n", soft_wrap=True)
+    console.print(f"\nThe first of them:\n\n  {launched}\n", soft_wrap=True)
     for line in (*setup_lines(choice, dtype), "", *step_lines(choice)):
         console.print(f"  {line}", soft_wrap=True)
     if found.cache is not None:
@@ -173,9 +137,6 @@ def _show_machine(machine: Machine, path: Path) -> None:
     for dtype, curve in machine.flops.items():
         console.print(f"  {dtype}: {max(rate for _, rate in curve) / 1e9:,.0f} GFLOP/s")
     console.print(f"  memory: {machine.memory_bandwidth / 1e9:.3g} GB/s; an operator: {machine.overhead * 1e6:.3g} us")
-    for field in ("inside", "between"):
-        link = getattr(machine, field)
-        console.print(
-            f"  {field}: {link.latency * 1e6:.3g} us a step, {link.bandwidth / 1e9:.3g} GB/s ({machine.source[field]})",
-            soft_wrap=True,
-        )
+    for field, link in (("inside", machine.inside), ("between", machine.between)):
+        speed = f"{link.latency * 1e6:.3g} us a step, {link.bandwidth / 1e9:.3g} GB/s"
+        console.print(f"  {field}: {speed} ({machine.source[field]})", soft_wrap=True)

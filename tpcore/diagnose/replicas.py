@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ..comm.comm import Comm
 from ..layers.sharding import sharding
 from ..layout.slices import narrowed
 from ..runtime.consensus import gather
 from ..runtime.context import ParallelContext, current
 
-BATCH, PARAMETER, GRADIENT, STATE, OPTION = "batch", "parameter", "gradient", "state", "option"
+BATCH, PARAMETER, GRADIENT = "the batch ({})", "parameter {!r}", "the gradient of {!r}"
+STATE, OPTION = "state {!r}", "option {!r}"
 _CAUSES = {
     BATCH: "a sampler that counts all ranks and not dp ranks, or augmentation with another seed on each rank",
     PARAMETER: "another seed while the model was built, weights that were loaded or changed on some ranks "
@@ -30,12 +30,12 @@ _CAUSES = {
 
 
 class TensorDigest(NamedTuple):
-    """One rank's values of a box of a tensor: with ``kind``, ``name``, ``box`` and ``of`` the digests are equal."""
+    """One rank's values of a box of a tensor. Those with one ``kind``, ``name``, ``box`` and ``of`` should be equal."""
 
     kind: str
     name: str
     box: str
-    of: str  # the dp rank, for tensors that differ over dp
+    of: int  # the dp rank, for tensors that differ over dp; the stage, for options
     digest: str
     constant: bool  # all entries are equal
     rank: int
@@ -47,73 +47,63 @@ def check_replicas(model: nn.Module, optimizer: torch.optim.Optimizer | None = N
 
     It compares hashes of parameters, over dp and over the tp ranks that have the same entries; of gradients, over these
     tp ranks (over dp they differ until the mean is taken); with ``optimizer``, plain or ``Zero1``, of its state and of
-    its groups' options, ``lr`` among them; with ``batch``, a tensor or nested tensors, of the inputs of one tp group's
-    ranks. Gradients alone may hide different batches, because layers sum over tp. The error names the first tensor that
-    differs, its ranks and usual causes. It also reports the opposite: different parts of one tensor with equal values,
-    which DistributedDataParallel over all ranks causes.
-
-    It reads every value: call it after the first backward and occasionally, not in each step. Collective over the
-    world.
+    its groups' options, ``lr`` among them; with ``batch``, a tensor or nested tensors, of one tp group's inputs, which
+    gradients alone may hide, because layers sum over tp. It also finds the opposite: different parts of one tensor with
+    equal values, which DistributedDataParallel over all ranks causes. The error names the first tensor, its ranks and
+    usual causes. It reads every value: call it occasionally, after backward. Collective over the world.
     """
     ctx = current()
-    mine = [*_batch(batch, ctx), *_parameters(model, ctx)]
-    if optimizer is not None:
-        mine += [*_states(model, optimizer, ctx), *_options(optimizer, ctx)]
-    every = [TensorDigest(*one) for theirs in gather(mine, ctx.world) for one in theirs]
+    every = [
+        TensorDigest(*one) for theirs in gather([*_digests(model, optimizer, batch, ctx)], ctx.world) for one in theirs
+    ]
     problem = _difference(every, ctx) or _equality(every, ctx)
     if problem is not None:
         raise ValueError(problem)
 
 
 # -- this rank's tensors -----------------------------------------------------------------------------------
-def _batch(batch: Any, ctx: ParallelContext) -> Iterator[TensorDigest]:
+def _digests(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, batch: Any, ctx: ParallelContext
+) -> Iterator[TensorDigest]:
+    data, stage = ctx.index(ctx.data), ctx.mesh.coords(ctx.rank).get("pp", 0)
+    state: Any = {} if optimizer is None else optimizer.state
     for i, value in enumerate(t for t in tree_leaves(batch) if isinstance(t, Tensor)):
-        digest, constant = _digest(value)
-        what = f"{tuple(value.shape)} {value.dtype} {digest}"
-        yield TensorDigest(BATCH, f"tensor {i}", "", _at(ctx, ctx.batch), what, constant, ctx.rank)
-
-
-def _parameters(model: nn.Module, ctx: ParallelContext) -> Iterator[TensorDigest]:
+        what = f"{tuple(value.shape)} {value.dtype} {_digest(value)[0]}"
+        yield TensorDigest(BATCH, f"tensor {i}", "", ctx.index(ctx.batch), what, True, ctx.rank)
     for name, p in model.named_parameters():
-        yield from _held(PARAMETER, name, p.detach(), p, "", ctx)
+        yield from _held(PARAMETER, name, p.detach(), p, 0, ctx)
     for name, p in model.named_parameters():
         if p.requires_grad:
             grad = p.grad if p.grad is None or not p.grad.is_sparse else p.grad.to_dense()
-            yield from _held(GRADIENT, name, grad, p, _at(ctx, ctx.data), ctx)
-
-
-def _states(model: nn.Module, optimizer: torch.optim.Optimizer, ctx: ParallelContext) -> Iterator[TensorDigest]:
+            yield from _held(GRADIENT, name, grad, p, data, ctx)
     for name, p in model.named_parameters():
-        for key, value in optimizer.state.get(p, {}).items():
+        for key, value in state.get(p, {}).items():
             called = f"{key} of {name}"
             if isinstance(value, Tensor) and value.ndim and value.shape == p.shape:
-                yield from _held(STATE, called, value, p, "", ctx)
+                yield from _held(STATE, called, value, p, 0, ctx)
             elif isinstance(value, Tensor) and value.ndim:  # a chunk of Zero1: each dp rank has its own
-                box = "; ".join(box for box, _ in _boxes(p, p, ctx))
-                yield TensorDigest(STATE, called, box, _at(ctx, ctx.data), *_digest(value), ctx.rank)
+                box = "; ".join(box for box, _ in _boxes(p, p))
+                yield TensorDigest(STATE, called, box, data, *_digest(value), ctx.rank)
             else:
                 shown = repr(None if value is None else float(value))
-                yield TensorDigest(STATE, called, "", "", shown, True, ctx.rank)
-
-
-def _options(optimizer: torch.optim.Optimizer, ctx: ParallelContext) -> Iterator[TensorDigest]:
-    stage = str(ctx.mesh.coords(ctx.rank).get("pp", 0))  # stages may have other groups
-    for i, group in enumerate(optimizer.param_groups):
+                yield TensorDigest(STATE, called, "", 0, shown, True, ctx.rank)
+    for i, group in enumerate(() if optimizer is None else optimizer.param_groups):
         for name, value in group.items():
             shown = value.tolist() if isinstance(value, Tensor) else value
             if name not in ("params", "param_names") and isinstance(shown, (str, float, int, tuple, list)):
+                # stages may have other groups
                 yield TensorDigest(OPTION, f"{name} of group {i}", "", stage, repr(shown), True, ctx.rank)
 
 
 def _held(
-    kind: str, name: str, value: Tensor | None, p: Tensor, of: str, ctx: ParallelContext
+    kind: str, name: str, value: Tensor | None, p: Tensor, of: int, ctx: ParallelContext
 ) -> Iterator[TensorDigest]:
-    for box, part in _boxes(p if value is None else value, p, ctx):
+    for box, part in _boxes(p if value is None else value, p):
         digest = ("none", True) if value is None else _digest(part)
         yield TensorDigest(kind, name, box, of, *digest, ctx.rank)
 
 
-def _boxes(value: Tensor, p: Tensor, ctx: ParallelContext) -> Iterator[tuple[str, Tensor]]:
+def _boxes(value: Tensor, p: Tensor) -> Iterator[tuple[str, Tensor]]:
     """The boxes of the full tensor that ``value`` covers, each with its values."""
     found = sharding(p)
     if found is None:
@@ -129,34 +119,29 @@ def _digest(value: Tensor) -> tuple[str, bool]:
     return hashlib.blake2b(data, digest_size=8).hexdigest(), bool((flat == flat[:1]).all())
 
 
-def _at(ctx: ParallelContext, comm: Comm) -> str:
-    return str(ctx.index(comm))
-
-
 # -- all ranks' tensors ------------------------------------------------------------------------------------
 def _difference(every: Sequence[TensorDigest], ctx: ParallelContext) -> str | None:
     """A message about the first tensor, in model order, whose values of one box differ between two ranks."""
-    first: dict[tuple[str, ...], TensorDigest] = {}
+    first: dict[tuple[str, str, str, int], TensorDigest] = {}
     wrong: dict[tuple[str, str], tuple[TensorDigest, TensorDigest]] = {}
     for held in every:
-        other = first.setdefault((held.kind, held.name, held.box, held.of), held)
+        other = first.setdefault(held[:4], held)
         if other.digest != held.digest:
-            wrong.setdefault((held.kind, held.name), (other, held))
-    for held in every:
-        if (held.kind, held.name) in wrong:
-            a, b = wrong[held.kind, held.name]
-            missing = " (one has none)" if "none" in (a.digest, b.digest) else ""
-            return (
-                f"{_called(a)} differs between {_where(a.rank, ctx)} and {_where(b.rank, ctx)}, which should "
-                f"hold the same{missing}. Usual causes: {_CAUSES[a.kind]}"
-            )
-    return None
+            wrong.setdefault(held[:2], (other, held))
+    if not wrong:
+        return None
+    a, b = wrong[next(held[:2] for held in every if held[:2] in wrong)]
+    missing = " (one has none)" if "none" in (a.digest, b.digest) else ""
+    return (
+        f"{a.kind.format(a.name)} differs between {_where(a.rank, ctx)} and {_where(b.rank, ctx)}, which should "
+        f"hold the same{missing}. Usual causes: {_CAUSES[a.kind]}"
+    )
 
 
 def _equality(every: Sequence[TensorDigest], ctx: ParallelContext) -> str | None:
     """A message about the first tensor of which two ranks have equal values of different boxes."""
     values = {(h.name, h.rank, h.box): h.digest for h in every if h.kind == PARAMETER}
-    first: dict[tuple[str, ...], TensorDigest] = {}
+    first: dict[tuple[str, str, int, str], TensorDigest] = {}
     for held in every:
         if held.kind not in (PARAMETER, GRADIENT) or held.constant:
             continue
@@ -166,7 +151,7 @@ def _equality(every: Sequence[TensorDigest], ctx: ParallelContext) -> str | None
         if other.box != held.box and (held.kind == PARAMETER or not alike):
             a, b = _where(other.rank, ctx), _where(held.rank, ctx)
             return (
-                f"{_called(held)} has the same values on {a} and {b}, which hold different parts of it, "
+                f"{held.kind.format(held.name)} has the same values on {a} and {b}, which hold different parts of it, "
                 f"{other.box} and {held.box} (start + size). Usual cause: it was broadcast or averaged over "
                 "tp, as DistributedDataParallel over all ranks does: give it "
                 'process_group=ctx.comm("dp").process_group'
@@ -174,13 +159,6 @@ def _equality(every: Sequence[TensorDigest], ctx: ParallelContext) -> str | None
     return None
 
 
-def _called(held: TensorDigest) -> str:
-    if held.kind == BATCH:
-        return f"the batch ({held.name})"
-    return f"{held.kind} {held.name!r}" if held.kind != GRADIENT else f"the gradient of {held.name!r}"
-
-
 def _where(rank: int, ctx: ParallelContext) -> str:
-    at: Mapping[str, Any] = ctx.mesh.coords(rank)
-    shown = ", ".join(f"{axis} {i}" for axis, i in at.items() if ctx.mesh.axes[axis] > 1)
+    shown = ", ".join(f"{axis} {i}" for axis, i in ctx.mesh.coords(rank).items() if ctx.mesh.axes[axis] > 1)
     return f"rank {rank} ({shown})" if shown else f"rank {rank}"

@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ...backend.interface import Backend, Capabilities
+from ...checkpoint.storage.tensorfile import nbytes_of
 from ...comm.transport import PRIMITIVES, Primitive
 from ...comm.wrapper import TransportWrapper
 from ...layout.mesh import Group
+from ...train.pipeline import PipelinedLayers
 
 _HERE = str(Path(__file__).parent)
 LIBRARY = (str(Path(__file__).parents[2]) + os.sep, str(Path(torch.__file__).parent) + os.sep, "<")
@@ -66,14 +68,14 @@ class Recorder:
         self.mistakes: dict[str, None] = {}
         self.failed: Where | None = None
         """The module that raised."""
+        self.pipelines: dict[str, tuple[PipelinedLayers, Tensor]] = {}
+        """By name those that ran, with their input."""
         self._running: list[Where] = []
         self._makers: dict[Any, Where] = {}  # by node; it keeps nodes alive, so that no id is reused
 
     def note(self, op: str, x: Tensor, group: Group) -> None:
-        where = self._where()
-        dtype = str(x.dtype).removeprefix("torch.")
-        shape, nbytes = tuple(x.shape), x.numel() * x.element_size()
-        self.calls.append(Collective(self.phase, group.axes, group.size, op, shape, dtype, nbytes, *where))
+        kind = op, tuple(x.shape), str(x.dtype).removeprefix("torch."), nbytes_of(x)
+        self.calls.append(Collective(self.phase, group.axes, group.size, *kind, *self._where()))
 
     def mistake(self, problem: str) -> None:
         """Note a mistake, with its module and line."""
@@ -100,8 +102,7 @@ class Recorder:
         """Keep track of the running modules of ``model`` inside the block."""
         handles: list[RemovableHandle] = []
         for name, module in model.named_modules():
-            shown = name or type(model).__name__
-            handles.append(module.register_forward_pre_hook(partial(self._entering, shown), with_kwargs=True))
+            handles.append(module.register_forward_pre_hook(partial(self._entering, name), with_kwargs=True))
             handles.append(module.register_forward_hook(self._leaving, always_call=True))
         try:
             yield
@@ -112,7 +113,9 @@ class Recorder:
     def _entering(self, name: str, module: nn.Module, inputs: Any, named: Any) -> None:
         if self._running:
             self._mark((inputs, named), self._running[-1])  # made before this module is entered
-        self._running.append(Where(name, _site() or _definition(module)))
+        if isinstance(module, PipelinedLayers):
+            self.pipelines[name] = module, inputs[0] if inputs else next(iter(named.values()))
+        self._running.append(Where(name or type(module).__name__, _site() or _definition(module)))
 
     def _leaving(self, module: nn.Module, inputs: Any, output: Any) -> None:
         where = self._running.pop()
@@ -134,13 +137,11 @@ def tensors(value: Any) -> Iterator[Tensor]:
     """All tensors in a model's input or output."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, Mapping):
-        yield from tensors(list(value.values()))
-    elif isinstance(value, (list, tuple)):
+    elif isinstance(value, Mapping) or dataclasses.is_dataclass(value):
+        yield from tensors(list((value if isinstance(value, Mapping) else vars(value)).values()))
+    elif isinstance(value, list | tuple):
         for one in value:
             yield from tensors(one)
-    elif dataclasses.is_dataclass(value):
-        yield from tensors(list(vars(value).values()))
 
 
 def _site() -> str:

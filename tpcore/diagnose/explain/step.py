@@ -6,22 +6,23 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from ...backend.registry import check_fits
+from ...checkpoint.storage.tensorfile import nbytes_of
 from ...layers.module import move_model_to_device
 from ...layers.sharding import sharding
 from ...layout.mesh import Mesh
 from ...runtime.consensus import Checks, Note, in_eager_mode
 from ...runtime.context import ParallelContext, current, use
 from ...train.clip import scale_to
+from ...train.pipeline import PipelinedLayers, Schedule
 from ...train.step import stepping_of
 from .recording import LIBRARY, Collective, Recorder, RecordingBackend, tensors
-from .stages import StageCost, pipeline_inputs, stage_costs
 from .target import Inputs
 
 Build = Callable[[], tuple[nn.Module, Inputs]]
@@ -45,6 +46,31 @@ class Parameter:
 
 
 @dataclass(frozen=True)
+class StageCost:
+    """One stage of a pipeline. Bytes are those of one step."""
+
+    name: str  # of the PipelinedLayers in the model
+    stage: int
+    stages: int
+    microbatches: int
+    layers: tuple[str, ...]  # numbers of the layers that the stage runs
+    bubble: float  # the fraction of ticks without a microbatch
+    input_bytes: int  # of one microbatch's input; a stage sends as much to the next one at each tick
+    kept: int  # bytes of inputs kept for backward, with recomputation
+    kept_lockstep: int  # the same for the one-forward-one-backward schedule
+    sent: int  # bytes sent: to the next stage in forward, to the previous one in backward
+
+    @classmethod
+    def of(cls, name: str, layers: PipelinedLayers, x: Tensor) -> StageCost:
+        schedule = Schedule(layers.pp.size, layers.num_microbatches)
+        one = nbytes_of(x) // schedule.microbatches
+        numbers = tuple(number for number, _ in layers.named_children())
+        at = layers.stage.place, schedule.stages, schedule.microbatches, numbers, schedule.bubble
+        sent = 2 * (schedule.ticks - 1) * one if schedule.stages > 1 else 0
+        return cls(name, *at, one, schedule.ticks * one, schedule.inputs_held * one, sent)
+
+
+@dataclass(frozen=True)
 class Program:
     """The parameters and collectives of one rank in a step. Equal for ranks that do the same."""
 
@@ -58,13 +84,6 @@ class Program:
     """Places where the step computes something else than the whole model would."""
 
 
-class RecordedStep(NamedTuple):
-    """``notes``: of what all ranks of a tp group should have alike."""
-
-    program: Program
-    notes: tuple[Note, ...]
-
-
 def record(
     build: Build,
     mesh: Mesh,
@@ -74,9 +93,9 @@ def record(
     optimizer: MakeOptimizer | None,
     max_norm: float | None,
     meter: Watch | None = None,
-) -> RecordedStep:
-    """Build this rank's model on meta tensors and record a step. ``dtype``: of parameters and inputs. ``optimizer``:
-    None: only forward and backward. ``meter``: entered with the recorder, the model and its inputs before the step."""
+) -> tuple[Program, tuple[Note, ...]]:
+    """A step of this rank's model on meta tensors, and notes of what all ranks of a tp group should have alike.
+    ``optimizer``: None: only forward and backward. ``meter``: entered with the recorder, the model and its inputs."""
     recorder = Recorder()
     backend = RecordingBackend(rank, mesh.size, recorder)
     check_fits(backend, mesh)
@@ -93,19 +112,19 @@ def record(
             model.to(dtype)
         recorder.phase = "forward"
         with nullcontext() if meter is None else meter(recorder, model, inputs):
-            with recorder.watch(model), pipeline_inputs(model) as entered:
+            with recorder.watch(model):
                 loss = _loss(model, inputs, dtype)
                 recorder.phase = "backward"
                 loss.backward()
-            gradients = {id(p): _nbytes(p.grad) for p in model.parameters() if p.grad is not None}
+            gradients = {id(p): nbytes_of(p.grad) for p in model.parameters() if p.grad is not None}
             state = {} if optimizer is None else _update(model, recorder, optimizer, max_norm).state
         experts = ((name, str(m.route)) for name, m in model.named_modules() if getattr(m, "route", None))
         routes = (*_context_route(model, inputs), *experts)
     owners = {id(p): type(m).__name__ for m in model.modules() for p in m.parameters(recurse=False)}
     parameters = tuple(_info(n, p, owners[id(p)], gradients.get(id(p), 0), state) for n, p in model.named_parameters())
-    calls, mistakes = tuple(recorder.calls), tuple(recorder.mistakes)
-    program = Program(type(model).__name__, parameters, calls, stage_costs(model, entered), routes, mistakes)
-    return RecordedStep(program, tuple(checks.notes))
+    stages = tuple(StageCost.of(name, *pipeline) for name, pipeline in recorder.pipelines.items())
+    found = parameters, tuple(recorder.calls), stages, routes, tuple(recorder.mistakes)
+    return Program(type(model).__name__, *found), tuple(checks.notes)
 
 
 def _context_route(model: nn.Module, inputs: Inputs) -> Iterator[tuple[str, str]]:
@@ -148,7 +167,7 @@ def _loss(model: nn.Module, inputs: Inputs, dtype: torch.dtype | None) -> Tensor
     if isinstance(moved, Mapping):
         out = model(**moved)
     else:
-        out = model(*moved) if isinstance(moved, (tuple, list)) else model(moved)
+        out = model(*moved) if isinstance(moved, tuple | list) else model(moved)
     loss = getattr(out, "loss", None)
     if isinstance(loss, Tensor):
         return loss
@@ -163,16 +182,10 @@ def _kind(value: Any) -> str:
 
 
 def _info(name: str, p: nn.Parameter, layer: str, gradient: int, state: Mapping[Any, Any]) -> Parameter:
-    found = sharding(p)
-    full = tuple(p.shape) if found is None else found.layout.shape
-    cut = found is not None and bool(found.axes)
-    dtype = str(p.dtype).removeprefix("torch.")
-    kept = sum(_nbytes(t) for t in tensors(list(state.get(p, {}).values())))
-    return Parameter(name, layer, tuple(p.shape), full, dtype, cut, _nbytes(p), gradient, kept)
-
-
-def _nbytes(t: Tensor) -> int:
-    return t.numel() * t.element_size()
+    found, dtype = sharding(p), str(p.dtype).removeprefix("torch.")
+    full, cut = (tuple(p.shape), False) if found is None else (found.layout.shape, bool(found.axes))
+    kept = sum(map(nbytes_of, tensors(state.get(p, {}))))
+    return Parameter(name, layer, tuple(p.shape), full, dtype, cut, nbytes_of(p), gradient, kept)
 
 
 @contextmanager

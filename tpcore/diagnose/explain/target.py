@@ -1,4 +1,4 @@
-"""Finds the model to explain from the user's argument: a Python function or a Hugging Face config."""
+"""Finds the model to explain, and how it is cut, from the user's arguments: functions, Hugging Face configs, plans."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ Inputs = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any] | Callable[[nn
 """The input of forward: a tensor, positional or keyword arguments; or ``loss(model)``, which calls it."""
 Factory = Callable[..., Any]
 
-FORMS = (
+AUTO = "auto"
+_FORMS = (
     "name a function as package.module:function or path/to/file.py:function, a directory with a Hugging Face "
     "config.json, that file itself, or a model class of transformers"
 )
@@ -94,7 +95,12 @@ def _guess_inputs(model: nn.Module, batch_size: int, seq_len: int) -> Tensor:
 
 
 def _hugging_face(target: str, batch_size: int, seq_len: int) -> tuple[nn.Module, Inputs]:
-    transformers = _transformers(target)
+    try:
+        transformers: Any = importlib.import_module("transformers")
+    except ModuleNotFoundError as e:
+        raise ValueError(
+            f"{target!r} would need transformers, which is not installed: pip install 'tpcore[hf]'; or else {_FORMS}"
+        ) from e
     path = Path(target)
     if path.exists():
         config = _read_config(transformers, path / "config.json" if path.is_dir() else path)
@@ -103,7 +109,7 @@ def _hugging_face(target: str, batch_size: int, seq_len: int) -> tuple[nn.Module
     else:
         cls = getattr(transformers, target, None)
         if cls is None or getattr(cls, "config_class", None) is None:
-            raise ValueError(f"transformers has no model class {target!r}; {FORMS}")
+            raise ValueError(f"transformers has no model class {target!r}; {_FORMS}")
         config = cls.config_class()
     if hasattr(config, "use_cache"):
         config.use_cache = False  # the cache is for generation; in a training step it only costs memory
@@ -116,18 +122,9 @@ def _hugging_face(target: str, batch_size: int, seq_len: int) -> tuple[nn.Module
     return model, hugging_face_inputs(model, batch_size, seq_len)
 
 
-def _transformers(target: str) -> Any:
-    try:
-        return importlib.import_module("transformers")
-    except ModuleNotFoundError as e:
-        raise ValueError(
-            f"{target!r} would need transformers, which is not installed: pip install 'tpcore[hf]'; or else {FORMS}"
-        ) from e
-
-
 def _read_config(transformers: Any, path: Path) -> Any:
     if not path.is_file():
-        raise ValueError(f"there is no file {path}; {FORMS}")
+        raise ValueError(f"there is no file {path}; {_FORMS}")
     try:
         entries = json.loads(read_file(str(path)))
     except ValueError as e:
@@ -149,3 +146,25 @@ def hugging_face_inputs(model: Any, batch_size: int, seq_len: int) -> Inputs:
         f"{type(model).__name__} takes {kind}, whose shape its config does not say: write a factory that "
         "returns (model, inputs)"
     )
+
+
+def rules_in(plan: str) -> dict[str, str]:
+    """The rules that go before a model's own: none for ``auto``, else those of a JSON file."""
+    if plan == AUTO:
+        return {}
+    path = Path(plan)
+    if not path.is_file():
+        raise ValueError(f"plan {plan!r} is no file: name a JSON file of rules, or {AUTO!r} for the model's own")
+    rules = json.loads(read_file(str(path)))
+    if not isinstance(rules, dict) or not all(isinstance(style, str) for style in rules.values()):
+        raise ValueError(f'{path} is no plan: it has to be a dict like {{"model.layers.*.mlp": "replicate"}}')
+    return rules
+
+
+def with_labels(model: Any, inputs: Inputs) -> Inputs:
+    """``inputs`` with labels, where the model makes a loss of them: logits then need not be gathered."""
+    ids = inputs.get("decoder_input_ids", inputs.get("input_ids")) if isinstance(inputs, Mapping) else None
+    takes = "labels" in inspect.signature(model.forward).parameters
+    if not isinstance(ids, Tensor) or not takes or model.get_output_embeddings() is None:
+        return inputs
+    return {**inputs, "labels": ids}  # type: ignore[dict-item]

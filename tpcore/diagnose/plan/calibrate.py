@@ -1,7 +1,5 @@
-"""Measures this machine: matmul rates, memory bandwidth, an operator's overhead, links and memory of its devices.
-
-All devices measure at once, as they work in a training step: cores share caches and memory channels.
-"""
+"""Measures this machine: matmul rates, memory bandwidth, an operator's overhead, links and memory of its devices, all
+at once, as they work in a training step: cores share caches and memory channels."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from functools import partial
@@ -27,17 +25,21 @@ from ...processes.launch import launch
 from ...runtime.context import ParallelContext
 from ...runtime.init import choose_backend, init, shutdown
 from .machine import Curve, Link, Machine
-from .operators import SAME_AS, SIZES, attention, runs
+from .meter import attention_flops, cost_of
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 _MATMULS = tuple(2**k for k in range(6, 15))  # 64 to 16,384 rows
 _SLOWEST = 0.5  # seconds of a matmul after which no larger one is measured
 _REDUCED = tuple(2**k for k in range(10, 25, 2))  # bytes: 1 KiB to 16 MiB
 _COPIED = 2**26  # bytes, beyond the caches
-_OPERATORS = 300
-_TURNS = 5
+_OPERATORS, _TURNS = 300, 5
 _FASTEST = 1e-15  # seconds a byte, where larger tensors took no longer
 _WARM = 520  # calls: a group compares its first 512 with other ranks
+_aten = torch.ops.aten
+_WIDTH = 1024
+_SIZES = (2**18, 2**21, 2**23, 2**25)  # bytes of a tensor: from one in a core's cache to one beyond all caches
+_SAME_AS = {"softmax": "_softmax", "_safe_softmax": "_softmax", "sub": "add", "index_put": "index_select"}
+"""Operators that are not run, and the one that they take the rate of."""
 
 
 @dataclass(frozen=True)
@@ -59,50 +61,40 @@ class AllReduce:
         return self.steps / self.ranks * self.nbytes
 
 
-@dataclass(frozen=True)
-class Measured:
-    """What the ranks measured together."""
-
-    flops: dict[str, Curve]
-    memory_bandwidth: float
-    overhead: float
-    attention: float
-    operators: dict[str, Curve]
-    memory: int
-    device: str
-    reduced: list[AllReduce]
-
-
 def calibrate(
     path: str | Path | None = None, *, devices: int | None = None, backend: str | None = None, seconds: float = 60.0
 ) -> Machine:
-    """Measure this host over ``backend`` (default: as ``tpcore.init`` chooses) with ``devices`` ranks (default:
-    its accelerators, or the cores of this process) in about ``seconds``, and write the machine's file to ``path``.
+    """Measure this host over ``backend`` (default: as ``tpcore.init`` chooses) with ``devices`` ranks (default: its
+    accelerators, or the cores of this process) in about ``seconds``, and write the machine's file to ``path``.
 
-    The rates are those of a device while all others work. Links are fitted to all-reduces over each group size
-    that is a power of two: a ring takes 2 (n - 1) steps of ``latency`` and sends 2 (n - 1) / n of the bytes
-    (Thakur et al. 2005). ``between`` is measured over the backend's transport for several hosts where it has
-    another one for them: on the CPU sockets of this host, faster than any network.
-
-    Raises ValueError for fewer than two devices, and for a backend that compiles its programs: there a step's
-    parts cannot be measured one by one.
+    Links are fitted to all-reduces over each group size that is a power of two: a ring takes 2 (n - 1) steps of
+    ``latency`` and sends 2 (n - 1) / n of the bytes (Thakur et al. 2005). ``between``, on CPUs, is that of sockets of
+    this host, faster than any network. Raises ValueError for fewer than two devices, and for a backend that compiles
+    its programs, whose parts cannot be measured one by one.
     """
     name = choose_backend(backend)
     count = launch(_devices, 1, args=(name,))[0] if devices is None else devices
     if count < 2:
         raise ValueError(f"calibration needs 2 devices or more, to measure their links, and there is {count}")
-    near = far = launch(_measure, count, args=(name, seconds * 0.8, True))[0]
-    if near.device == "cpu":  # shared memory is for one host; between hosts there are sockets
-        far = launch(_measure, count, args=(name, seconds * 0.2, False), env={"TPCORE_SHM": "0"})[0]
-    machine = _machine(name, count, near, far)
+    device, near, measured = launch(_measure, count, args=(name, seconds * 0.8, True))[0]
+    far, where = near, "not measured between hosts: one host only"
+    if device == "cpu":  # shared memory is for one host; between hosts there are sockets
+        far = launch(_measure, count, args=(name, seconds * 0.2, False), env={"TPCORE_SHM": "0"})[0][1]
+        where = "sockets of one host, without a network"
+    how = f"measured {date.today()}, torch {torch.__version__}, {count} ranks over {name}"
+    (inside, inside_text), (between, between_text) = _fitted(near), _fitted(far)
+    source = dict.fromkeys(("per_host", "memory", "memory_bandwidth", "overhead", "attention"), how)
+    source["flops"] = f"{how}: square matmuls, all ranks at once, less an operator's overhead"
+    source |= {"inside": f"{how}: {inside_text}", "between": f"{how}: {between_text}; {where}"}
+    host = platform.node() or "this machine"
+    machine = Machine(name=host, per_host=count, hosts=1, inside=inside, between=between, source=source, **measured)
     if path is not None:
         machine.write(path)
     return machine
 
 
 def fit(calls: Sequence[AllReduce]) -> tuple[Link, float]:
-    """The link whose ring fits the calls best, with the least squares of relative errors; and the median
-    relative error. A latency below zero is taken for zero."""
+    """The link whose ring fits the calls best, by least squares of relative errors, and the median of these."""
     terms = np.array([[c.steps / c.seconds, c.sent / c.seconds] for c in calls])
     latency, per_byte = np.linalg.lstsq(terms, np.ones(len(calls)), rcond=None)[0]
     if latency < 0:  # then without one; and without the other where larger tensors took no longer
@@ -121,38 +113,10 @@ def _alone(terms: Any) -> float:
 def _fitted(calls: Sequence[AllReduce]) -> tuple[Link, str]:
     """The link, and how it was found: the fit over all groups, and the links over the groups of each size."""
     link, error = fit(calls)
-    groups = []
-    for n in sorted({c.ranks for c in calls}):
-        one, _ = fit([c for c in calls if c.ranks == n])
-        groups.append(f"of {n}: {one.latency * 1e6:.3g} us a step and {one.bandwidth / 1e6:.4g} MB/s")
+    each = ((n, fit([c for c in calls if c.ranks == n])[0]) for n in sorted({c.ranks for c in calls}))
+    groups = (f"of {n}: {one.latency * 1e6:.3g} us a step and {one.bandwidth / 1e6:.4g} MB/s" for n, one in each)
     span = f"all-reduces of {calls[0].nbytes:,} to {calls[-1].nbytes:,} bytes fitted, median error {error:.0%}"
     return link, f"{span}; groups {', '.join(groups)}"
-
-
-def _machine(backend: str, ranks: int, near: Measured, far: Measured) -> Machine:
-    inside, near_text = _fitted(near.reduced)
-    between, far_text = _fitted(far.reduced)
-    how = f"measured {date.today()}, torch {torch.__version__}, {ranks} ranks over {backend}"
-    alone = "; not measured between hosts: one host only" if far is near else "; sockets of one host, without a network"
-    return Machine(
-        name=platform.node() or "this machine",
-        per_host=ranks,
-        hosts=1,
-        memory=near.memory,
-        flops=near.flops,
-        memory_bandwidth=near.memory_bandwidth,
-        overhead=near.overhead,
-        inside=inside,
-        between=between,
-        attention=near.attention,
-        operators=near.operators,
-        source={
-            **dict.fromkeys(("per_host", "memory", "memory_bandwidth", "overhead", "attention"), how),
-            "flops": f"{how}: square matmuls, all ranks at once, less an operator's overhead",
-            "inside": f"{how}: {near_text}",
-            "between": f"{how}: {far_text}{alone}",
-        },
-    )
 
 
 # -- in a rank ------------------------------------------------------------------------------------------
@@ -168,8 +132,8 @@ def _devices(backend: str) -> int:
         shutdown()
 
 
-def _measure(backend: str, seconds: float, everything: bool) -> Measured:
-    """All ranks call this together. ``everything``: not only links."""
+def _measure(backend: str, seconds: float, everything: bool) -> tuple[str, list[AllReduce], dict[str, Any]]:
+    """The kind of device, all-reduces, and with ``everything`` fields of a ``Machine``. All ranks call it together."""
     ctx = init(backend=backend)
     try:
         if not ctx.world.eager:
@@ -178,32 +142,30 @@ def _measure(backend: str, seconds: float, everything: bool) -> Measured:
         share = seconds / (len(_DTYPES) * len(_MATMULS) + 2 * len(_REDUCED) * math.log2(ctx.world.size + 1) + 80)
         reduced = all_reduces(ctx, share)
         if not everything:
-            return Measured({}, 0.0, 0.0, 0.0, {}, 0, device.type, reduced)
+            return device.type, reduced, {}
         overhead = _overhead(ctx.world, device)
         flops = {str(d).removeprefix("torch."): _rates(d, ctx.world, device, overhead, share) for d in _DTYPES}
-        copy = partial(torch.empty(_COPIED, dtype=torch.uint8, device=device).fill_(1).copy_, _full(_COPIED, device))
-        bandwidth = 2 * _COPIED / _time(copy, share, ctx.world)
-        count, run = attention(device)
-        fastest = max(rate for _, rate in flops["float32"])
-        attended = count / _time(run, share, ctx.world) / fastest
-        moved = _moved(ctx.world, device, overhead, share)
-        memory = _memory(device, ctx.world.size)
-        return Measured(flops, bandwidth, overhead, attended, moved, memory, device.type, reduced)
+        target, source = (torch.ones(_COPIED, dtype=torch.uint8, device=device) for _ in range(2))
+        bandwidth = 2 * _COPIED / _time(partial(target.copy_, source), share, ctx.world)
+        count, run = _attention(device)
+        measured: dict[str, Any] = {"flops": flops, "memory_bandwidth": bandwidth, "overhead": overhead}
+        measured["attention"] = count / _time(run, share, ctx.world) / max(rate for _, rate in flops["float32"])
+        measured["operators"] = _moved(ctx.world, device, overhead, share)
+        measured["memory"] = _memory(device, ctx.world.size)
+        return device.type, reduced, measured
     finally:
         shutdown()
 
 
 def all_reduces(ctx: ParallelContext, seconds: float) -> list[AllReduce]:
-    """The times of all-reduces over the first 2, 4, ... ranks while the other ranks do the same in groups of
-    their own, and over all; ``seconds`` for each. Collective over the job."""
+    """Over groups of 2, 4, ... ranks at once, and over all ranks; ``seconds`` for each. Collective over the job."""
     world = ctx.world.size
     sizes = sorted({world, *(n for n in (2, 4, 8, 16, 32, 64) if n < world and world % n == 0)})
     return [call for n in sizes for call in _all_reduces(ctx, {"dp": world // n, "tp": n}, "tp", seconds)]
 
 
 def between_hosts(ctx: ParallelContext, per_host: int, seconds: float) -> list[AllReduce]:
-    """As ``all_reduces`` over groups of one rank of each host, ``per_host`` groups at once on the hosts' links.
-    For a job over several hosts: ``fit`` of it is a machine's ``between``."""
+    """As ``all_reduces`` over groups of one rank of each host at once: ``fit`` of it is a machine's ``between``."""
     return _all_reduces(ctx, {"dp": ctx.world.size // per_host, "tp": per_host}, "dp", seconds)
 
 
@@ -212,11 +174,8 @@ def _all_reduces(ctx: ParallelContext, axes: Mapping[str, int], axis: str, secon
     one = torch.ones(1, device=ctx.device)
     for _ in range(_WARM):
         comm.all_reduce(one)
-    found = []
-    for nbytes in _REDUCED:
-        x = torch.ones(nbytes // 4, device=ctx.device)
-        found.append(AllReduce(comm.size, nbytes, _time(partial(comm.all_reduce, x), seconds, ctx.world)))
-    return found
+    tensors = ((n, torch.ones(n // 4, device=ctx.device)) for n in _REDUCED)
+    return [AllReduce(comm.size, n, _time(partial(comm.all_reduce, x), seconds, ctx.world)) for n, x in tensors]
 
 
 def _rates(dtype: torch.dtype, world: Comm, device: torch.device, overhead: float, seconds: float) -> Curve:
@@ -232,14 +191,16 @@ def _rates(dtype: torch.dtype, world: Comm, device: torch.device, overhead: floa
 
 
 def _moved(world: Comm, device: torch.device, overhead: float, seconds: float) -> dict[str, Curve]:
-    """Bytes a second of operators without FLOPs, by size."""
+    """Bytes a second of operators without FLOPs, on float32 tensors, by size and torch's name."""
     found: dict[str, list[tuple[float, float]]] = {}
-    for size in SIZES:
-        for name, (nbytes, run) in runs(size, device).items():
-            took = _time(run, seconds, world)
+    for size in _SIZES:
+        x, y, z = (torch.rand(size // 4 // _WIDTH, _WIDTH, device=device) + 0.5 for _ in range(3))
+        for packet, args in _calls(x, y, z):
+            name, _, nbytes = cost_of(packet, args, {}, packet(*args))
+            took = _time(partial(packet, *args), seconds, world)
             found.setdefault(name, []).append((nbytes, nbytes / max(took - overhead, took / 4)))
     curves = {name: tuple(points) for name, points in found.items()}
-    return curves | {name: curves[other] for name, other in SAME_AS.items()}
+    return curves | {name: curves[other] for name, other in _SAME_AS.items()}
 
 
 def _overhead(world: Comm, device: torch.device) -> float:
@@ -279,10 +240,6 @@ def _agreed(seconds: float, comm: Comm) -> float:
     return float(comm.all_reduce(torch.tensor([seconds], device=comm.position.device), "max"))
 
 
-def _full(nbytes: int, device: torch.device) -> Tensor:
-    return torch.ones(nbytes, dtype=torch.uint8, device=device)
-
-
 def _memory(device: torch.device, ranks: int) -> int:
     """Bytes of this device; of a CPU its share of what the host, or the control group, has."""
     if device.type != "cpu":
@@ -292,3 +249,50 @@ def _memory(device: torch.device, ranks: int) -> int:
     limit = Path("/sys/fs/cgroup/memory.max")
     text = limit.read_text().strip() if limit.exists() else "max"
     return min(total, int(text) if text.isdigit() else total) // ranks
+
+
+def _calls(x: Tensor, y: Tensor, z: Tensor) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """Operators without FLOPs as a training step has them. ``z``: to write to."""
+    for op in (_aten.gelu, _aten.silu, _aten.tanh, _aten.exp, _aten.sqrt, _aten.rsqrt, _aten.neg, _aten.clone):
+        yield op, (x,)
+    for op in (_aten.mul, _aten.add, _aten.div, _aten.gelu_backward, _aten.silu_backward, _aten.tanh_backward):
+        yield op, (x, y)
+    for op in (_aten.mul_, _aten.div_, _aten.add_):
+        yield op, (z, 1.0)
+    hidden = x > 1
+    yield _aten.copy_, (z, y)
+    yield _aten.addcmul_, (z, x, y)
+    yield _aten.addcdiv_, (z, x, y)
+    yield _aten.lerp_, (z, x, 0.1)
+    yield _aten.masked_fill_, (z, hidden, 1.0)
+    yield _aten.bernoulli_, (torch.empty_like(z), 0.9)
+    yield _aten.where, (hidden, x, y)
+    yield _aten.cat, ([x, y],)
+    yield _aten.pow, (x, 2)
+    yield _aten.new_zeros, (x, list(x.shape))
+    rows, scale = len(x), torch.ones(_WIDTH, device=x.device)
+    ids = torch.randint(rows, (rows,), device=x.device)
+    mean, rstd = x.mean(-1, keepdim=True), torch.ones(rows, 1, device=x.device)
+    for op in (_aten.sum, _aten.mean, _aten.amax):
+        yield op, (x, [-1])
+    yield _aten.linalg_vector_norm, (x,)
+    for op in (_aten._softmax, _aten._log_softmax):
+        yield op, (x, -1, False)
+    for op in (_aten._softmax_backward_data, _aten._log_softmax_backward_data):
+        yield op, (x, y, -1, x.dtype)
+    yield _aten.native_layer_norm, (x, [_WIDTH], scale, scale, 1e-5)
+    yield _aten.native_layer_norm_backward, (y, x, [_WIDTH], mean, rstd, scale, scale, [True] * 3)
+    yield _aten.embedding, (x, ids)
+    yield _aten.embedding_dense_backward, (y, ids, rows, -1, False)
+    yield _aten.index_select, (x, 0, ids)
+
+
+def _attention(device: torch.device) -> tuple[float, Callable[[], Tensor]]:
+    """FLOPs of a causal fused attention in float32, forward and backward, and a run of it."""
+    q, k, v = (torch.rand(2, 8, 1024, 64, device=device, requires_grad=True) for _ in range(3))
+
+    def run() -> Tensor:
+        y: Tensor = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return torch.autograd.grad(y, (q, k, v), y.detach())[0]
+
+    return 3.5 * attention_flops(q, k, v, causal=True), run

@@ -3,23 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from operator import add
 
-from ..explain.recording import Collective
 from ..explain.step import Program
-from .meter import AFTER, Meter, Operator
-
-
-@dataclass
-class PartCosts:
-    """One phase of one part of a model. ``delta``, ``excess``: bytes held, as of a ``StepSegment``."""
-
-    operators: list[Operator] = field(default_factory=list)
-    calls: list[tuple[Collective, float]] = field(default_factory=list)
-    """Collectives, and the bytes that each of them gets."""
-    delta: float = 0.0
-    excess: float = 0.0
+from .meter import AFTER, Meter, Operator, PartCosts
 
 
 @dataclass(frozen=True)
@@ -33,14 +22,10 @@ class HeldBytes:
     tensors: float = 0.0
 
     def __add__(self, other: HeldBytes) -> HeldBytes:
-        return HeldBytes(*(a + b for a, b in zip(self.fields, other.fields, strict=True)))
+        return HeldBytes(*map(add, vars(self).values(), vars(other).values()))
 
     def scaled(self, by: float) -> HeldBytes:
-        return HeldBytes(*(by * a for a in self.fields))
-
-    @property
-    def fields(self) -> tuple[float, ...]:
-        return self.nbytes, self.gradient, self.optimizer, self.elements, self.tensors
+        return HeldBytes(*(by * a for a in vars(self).values()))
 
 
 @dataclass(frozen=True)
@@ -57,25 +42,19 @@ class StepCosts:
 
 
 def parts_of(program: Program, meter: Meter) -> dict[tuple[str, str], PartCosts]:
-    parts: dict[tuple[str, str], PartCosts] = {}
-    for segment in meter.segments:
-        part = parts.setdefault((segment.phase, segment.region), PartCosts())
-        # an optimizer makes its state in its first step alone
-        part.operators += [o for o in segment.operators if o.name != "zeros_like" or segment.phase != "optimizer"]
-        part.excess = max(part.excess, part.delta + segment.excess)
-        part.delta += segment.delta
+    """What the meter found, with the program's collectives."""
     last = AFTER
     for call in program.collectives:
         last = meter.region(call.phase, call.module) or last
-        parts.setdefault((call.phase, last), PartCosts()).calls.append((call, float(call.nbytes)))
-    return parts
+        meter.parts.setdefault((call.phase, last), PartCosts()).calls.append((call, float(call.nbytes)))
+    return meter.parts
 
 
-def held_by(program: Program, meter: Meter, experts: Collection[str]) -> dict[tuple[str, bool], HeldBytes]:
+def held_by(program: Program, meter: Meter) -> dict[tuple[str, bool], HeldBytes]:
     found: dict[tuple[str, bool], HeldBytes] = {}
     for p in program.parameters:
         region = meter.region("parameters", p.name) or AFTER
-        key = region, any(p.name.startswith(f"{name}.") for name in experts)
+        key = region, any(p.name.startswith(f"{name}.") for name in meter.shares)
         held = HeldBytes(p.nbytes, p.gradient, p.optimizer, float(math.prod(p.shape)), 1.0)
         found[key] = found.get(key, HeldBytes()) + held
     return found

@@ -1,8 +1,5 @@
-"""Counts a recorded step's operators, FLOPs and bytes, and follows the memory that its tensors hold.
-
-A step is a sequence of segments: the part before the layers, each layer, the part after them; then the same backward,
-the reduction, clipping and the optimizer.
-"""
+"""Counts a recorded step's operators, FLOPs and bytes, and follows the memory that its tensors hold, by phases and
+parts: what is before the layers, each layer, what is after them."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..explain.recording import Recorder
+from ..explain.recording import Collective, Recorder
 
 BEFORE, AFTER = "before the layers", "after the layers"
 ATTENTION, GROUPED = "attention", "grouped_mm"
@@ -43,13 +40,13 @@ class Operator:
 
 
 @dataclass
-class StepSegment:
-    """A run of operators of one phase of one part of the model. ``delta``: bytes held at its end less those at its
-    begin; ``excess``: the most that it held above those at its begin."""
+class PartCosts:
+    """One phase of one part of a model. ``delta``: bytes held at its end less those at its begin; ``excess``: the most
+    that it held above those at its begin."""
 
-    phase: str
-    region: str
     operators: list[Operator] = field(default_factory=list)
+    calls: list[tuple[Collective, float]] = field(default_factory=list)
+    """Collectives, and the bytes that each of them gets."""
     delta: float = 0.0
     excess: float = 0.0
 
@@ -60,7 +57,9 @@ class Meter(TorchDispatchMode):
     def __init__(self, layers: Sequence[str], results: dict[Any, _Result] | None = None) -> None:
         """``results``: of the meters before, of whose operators many are alike."""
         super().__init__()
-        self.segments: list[StepSegment] = []
+        self.parts: dict[tuple[str, str], PartCosts] = {}
+        """By phase and region."""
+        self._at, self._part = ("", ""), PartCosts()  # where the step is
         self._results = {} if results is None else results
         self._layers = tuple(layers)
         self.shares: Mapping[str, float] = {}
@@ -80,7 +79,7 @@ class Meter(TorchDispatchMode):
         self._ignored = {storage._cdata for storage in self._known}
         with self, _Kernels(self):
             yield
-        self._close()
+        self._part.delta += self._held - self._entry
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -107,21 +106,19 @@ class Meter(TorchDispatchMode):
         if name == GROUPED:
             module = self._recorder.module
             flops *= next((s for experts, s in self.shares.items() if f"{module}.".startswith(f"{experts}.")), 1.0)
-        self.segments[-1].operators.append(Operator(name, flops / times, nbytes / times, times))
+        if name != "zeros_like" or self._at[0] != "optimizer":  # which makes its state in its first step alone
+            self._part.operators.append(Operator(name, flops / times, nbytes / times, times))
 
     def _enter(self) -> None:
-        """Begin a segment where the phase or the part of the model is another one than before."""
+        """Go on where the phase or the part of the model is another one than before."""
         phase = self._recorder.phase
         region = self.region(phase, self._recorder.module)
-        if self.segments and self.segments[-1].phase == phase and region in (None, self.segments[-1].region):
+        if self._at[0] == phase and region in (None, self._at[1]):
             return
-        self._close()
-        self.segments.append(StepSegment(phase, region or AFTER))
-        self._entry = self._held
-
-    def _close(self) -> None:
-        if self.segments:
-            self.segments[-1].delta = self._held - self._entry
+        self._part.delta += self._held - self._entry
+        self._at, self._entry = (phase, region or AFTER), self._held
+        self._part = self.parts.setdefault(self._at, PartCosts())
+        self._part.excess = max(self._part.excess, self._part.delta)
 
     def region(self, phase: str, module: str) -> str | None:
         """The part that ``module`` is of; None where it cannot be told: then it is the one of the operator before."""
@@ -138,23 +135,20 @@ class Meter(TorchDispatchMode):
         return AFTER
 
     def _hold(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
+        key, nbytes = storage._cdata, storage.nbytes()
         if key in self._ignored or key in self._storages:
             return
         self._storages[key] = storage
-        nbytes = storage.nbytes()
         self._held += nbytes
         weakref.finalize(storage, self._release, nbytes)
-        last = self.segments[-1]
-        last.excess = max(last.excess, self._held - self._entry)
+        self._part.excess = max(self._part.excess, self._part.delta + self._held - self._entry)
 
     def _release(self, nbytes: int) -> None:
         self._held -= nbytes
 
 
 class _Result(NamedTuple):
-    """What an operator made: the shape, strides and dtype of each output, and its cost. Of meta tensors the next one
-    is made without the operator, whose checks of shapes take most of the time of a recording."""
+    """Of an operator that is run once: its checks of shapes take most of the time of a recording."""
 
     outputs: tuple[tuple[Any, ...] | None, ...]
     single: bool
@@ -231,8 +225,7 @@ def _nbytes(t: Tensor) -> int:
 
 
 class _Kernels(TorchFunctionMode):
-    """Puts one operator in the place of fused attention, which on meta tensors is made of matmuls that hold all scores,
-    and of grouped matmuls, which there are for bfloat16 alone."""
+    """Puts ``_Kernel`` in the place of fused attention, which on meta tensors holds all scores, and grouped matmuls."""
 
     def __init__(self, meter: Meter) -> None:
         super().__init__()
@@ -241,47 +234,35 @@ class _Kernels(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is nn.functional.scaled_dot_product_attention:
-            q, k, v = args
-            return _Fused.apply(q, k, v, bool(kwargs.get("is_causal")), self._meter)
+            flops = attention_flops(*args, bool(kwargs.get("is_causal")))
+            return _Kernel.apply(self._meter, ATTENTION, flops, 1, *args)
         if func in (torch._grouped_mm, getattr(nn.functional, "grouped_mm", None)):
-            return _Grouped.apply(*args[:2], self._meter)
+            x, weight = args[:2]
+            return _Kernel.apply(self._meter, GROUPED, 2.0 * x.numel() * weight.shape[-1], len(weight), x, weight)
         return func(*args, **kwargs)
 
 
-class _Grouped(torch.autograd.Function):
-    """Each row with the matrix of its group: ``[T, K], [G, K, N] -> [T, N]``."""
+class _Kernel(torch.autograd.Function):
+    """An operator noted as a whole. Grouped: ``[T, K], [G, K, N] -> [T, N]``. Attention keeps beside its inputs its
+    output and a number for each query and head (Dao et al. 2022, arXiv:2205.14135)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, meter: Meter) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.meter = meter
-        out = x.new_empty(len(x), weight.shape[-1])
-        ctx.flops, ctx.nbytes = 2.0 * x.numel() * weight.shape[-1], float(sum(map(_nbytes, (x, weight, out))))
-        meter.note(GROUPED, ctx.flops, ctx.nbytes, len(weight))
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight = ctx.saved_tensors
-        for _ in range(2):  # the gradients of rows, and of matrices
-            ctx.meter.note(GROUPED, ctx.flops, ctx.nbytes, len(weight))
-        return torch.empty_like(x), torch.empty_like(weight), None
-
-
-class _Fused(torch.autograd.Function):
-    """Keeps its inputs, its output and one number for each query and head (Dao et al. 2022, arXiv:2205.14135)."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, meter: Meter) -> Tensor:
-        out = q.new_empty((*q.shape[:-1], v.shape[-1]))
-        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:-1], dtype=torch.float32))
-        ctx.meter, ctx.flops = meter, attention_flops(q, k, v, causal)
-        meter.note(ATTENTION, ctx.flops, float(sum(map(_nbytes, (q, k, v, out)))))
+    def forward(ctx: Any, meter: Meter, name: str, flops: float, times: int, *inputs: Tensor) -> Tensor:
+        first, last = inputs[0], inputs[-1]
+        out = first.new_empty(*first.shape[:-1], last.shape[-1])
+        kept: tuple[Tensor, ...] = ()
+        if name == ATTENTION:
+            kept = out, first.new_empty(first.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(*inputs, *kept)
+        ctx.meter, ctx.inputs = meter, len(inputs)
+        ctx.cost = name, flops, float(sum(map(_nbytes, (*inputs, out)))), times
+        meter.note(*ctx.cost)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, _ = ctx.saved_tensors
-        nbytes = 2.0 * sum(map(_nbytes, (q, k, v, out)))
-        ctx.meter.note(ATTENTION, 2.5 * ctx.flops, nbytes)
-        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None, None
+        name, flops, nbytes, times = ctx.cost
+        # attention computes its scores again; grouped are the gradients of rows, and of matrices
+        for one in [(2.5 * flops, 2.0 * nbytes)] if name == ATTENTION else [(flops, nbytes)] * 2:
+            ctx.meter.note(name, *one, times)
+        return None, None, None, None, *map(torch.empty_like, ctx.saved_tensors[: ctx.inputs])

@@ -1,8 +1,5 @@
 """Predicts the time and the memory of a training step on a mesh, from what its parts cost and what a machine can do.
-
-Not modelled: collectives beside compute, the host's reads, fragmented memory, experts that are chosen unevenly, masks
-that hide more than a causal one.
-"""
+``docs/plan.md`` says what is not modelled."""
 
 from __future__ import annotations
 
@@ -18,10 +15,9 @@ from ...comm.transport import PRIMITIVES
 from ...train.data_parallel import BUCKET
 from ...train.pipeline import Schedule
 from .choice import Choice
-from .costs import HeldBytes, PartCosts, StepCosts, by_name
+from .costs import HeldBytes, StepCosts, by_name
 from .machine import Machine
-from .meter import AFTER, ATTENTION, BEFORE
-from .peak import memory_of
+from .meter import AFTER, ATTENTION, BEFORE, PartCosts
 from .reduced import RECORDED_BUCKET, Reduced
 
 _UPDATE = ("reduction", "clipping", "optimizer")
@@ -77,7 +73,8 @@ class Prediction:
 def predict(model: Reduced, choice: Choice, machine: Machine) -> Prediction:
     """Raises ValueError where ``tpcore.parallelize`` refuses the choice, or the machine has no rate for the dtype."""
     costs = model.costs(choice.ways, choice.microbatch)
-    clock = _Clock(machine, choice, _dtype_name(model))
+    dtype = str(model.dtype or torch.get_default_dtype()).removeprefix("torch.")
+    clock = _Clock(machine, choice, dtype)
     seconds: dict[str, float] = {}
     for name, phase, region, times in _runs(model, choice):
         spent = clock.of(costs.part(phase, region), choice.pp if region in (BEFORE, AFTER) else 1)
@@ -85,7 +82,11 @@ def predict(model: Reduced, choice: Choice, machine: Machine) -> Prediction:
             key = name if part == "compute" else part
             seconds[key] = seconds.get(key, 0.0) + times * value
     held = held_by_rank(model, costs, choice)
-    seconds |= _stage_seconds(costs, choice, clock)
+    if choice.pp > 1:
+        shift = clock.collective("permute", ("pp",), costs.hidden, choice.pp)
+        ends = clock.collective("broadcast", ("pp",), costs.hidden, choice.pp)
+        ticks = Schedule(choice.pp, choice.microbatches).ticks
+        seconds["between stages"] = 2 * ticks * shift + 2 * choice.microbatches * ends
     for part, value in _update_seconds(model, choice, held, clock).items():
         seconds[part] = seconds.get(part, 0.0) + value
     runs = list(_runs(model, replace(choice, pp=1, recompute=False)))
@@ -94,7 +95,7 @@ def predict(model: Reduced, choice: Choice, machine: Machine) -> Prediction:
         for _, phase, region, times in runs
         for o in costs.part(phase, region).operators
     )
-    peak = machine.rate(_dtype_name(model), math.inf)
+    peak = machine.rate(dtype, math.inf)
     tokens = choice.batch * model.seq_len
     return Prediction(choice, memory_of(model, costs, choice, held), seconds, flops, tokens, peak)
 
@@ -150,27 +151,13 @@ class _Clock:
         """Of a ring; ``nbytes``: of a rank's input."""
         if size == 1:
             return 0.0
-        name = op.partition(" ")[0]
-        link = self.machine.inside if self.span(axes) <= self.machine.per_host else self.machine.between
+        name, every = op.partition(" ")[0], list(self._choice.mesh.axes.items())
+        involved = [i for i, (axis, n) in enumerate(every) if axis in axes and n > 1]
+        span = math.prod(n for _, n in every[involved[0] :]) if involved else 1  # from its first rank to its last
+        link = self.machine.inside if span <= self.machine.per_host else self.machine.between
         steps = {"all_reduce": 2 * (size - 1), "permute": 1, "broadcast": math.ceil(math.log2(size))}
         sent = PRIMITIVES[name].sent(int(nbytes), size)
         return steps.get(name, size - 1) * link.latency + sent / link.bandwidth
-
-    def span(self, axes: tuple[str, ...]) -> int:
-        """The ranks from the first to the last of a group."""
-        every = list(self._choice.mesh.axes.items())
-        involved = [i for i, (axis, n) in enumerate(every) if axis in axes and n > 1]
-        return math.prod(n for _, n in every[involved[0] :]) if involved else 1
-
-
-def _stage_seconds(costs: StepCosts, choice: Choice, clock: _Clock) -> dict[str, float]:
-    """What stages send each other, forward and backward."""
-    if choice.pp == 1:
-        return {}
-    ticks = Schedule(choice.pp, choice.microbatches).ticks
-    shift = clock.collective("permute", ("pp",), costs.hidden, choice.pp)
-    ends = clock.collective("broadcast", ("pp",), costs.hidden, choice.pp)
-    return {"between stages": 2 * ticks * shift + 2 * choice.microbatches * ends}
 
 
 def held_by_rank(model: Reduced, costs: StepCosts, choice: Choice) -> dict[bool, HeldBytes]:
@@ -201,24 +188,71 @@ def _update_seconds(model: Reduced, choice: Choice, held: Mapping[bool, HeldByte
     added = (choice.microbatches - 1) * total.gradient
     update += (choice.microbatches - 1) * total.tensors * overhead
     update += 3 * added / clock.machine.moved("add_", cold(added))
-    sums = 0.0
+    sums = 0.0  # of gradients, and with Zero1 of the new weights, in buckets
+    bucket = choice.bucket_mb * 2**20 if choice.zero1 else BUCKET
     for divided, axes in ((False, ("dp", "ep", "cp")), (True, ("dp", "cp"))):
-        size = math.prod(choice.mesh.axes[axis] for axis in axes)
-        sums += _sum_seconds(held[divided], axes, size, choice, clock)
+        size, own = math.prod(choice.mesh.axes[axis] for axis in axes), held[divided]
+        if size > 1 and (count := math.ceil(own.gradient / bucket)):
+            way = "reduce_scatter" if choice.zero1 else "all_reduce"
+            spent = clock.collective(way, axes, own.gradient / count, size)
+            if choice.zero1:
+                spent += clock.collective("all_gather", axes, own.nbytes / count / size, size)
+            sums += count * spent
     return {"optimizer": update, "gradients over data ranks": sums}
 
 
-def _sum_seconds(held: HeldBytes, axes: tuple[str, ...], size: int, choice: Choice, clock: _Clock) -> float:
-    """Of all gradients, and with Zero1 of the new weights, in buckets."""
-    bucket = choice.bucket_mb * 2**20 if choice.zero1 else BUCKET
-    count = math.ceil(held.gradient / bucket)
-    if size == 1 or not count:
-        return 0.0
+# -- memory -----------------------------------------------------------------------------------------------
+def memory_of(model: Reduced, costs: StepCosts, choice: Choice, held: Mapping[bool, HeldBytes]) -> dict[str, float]:
+    """At the peak of a step, by kind."""
+    total = held[False] + held[True]
+    ranks = {False: choice.data, True: choice.dp * choice.ways.cp} if choice.zero1 else {False: 1, True: 1}
+    entries = sum(held[divided].elements / n for divided, n in ranks.items())
+    gradients, state = total.gradient, model.state(choice.zero1) * entries
+    peak = (_stage_peak if choice.pp > 1 else _peak)(model, costs, choice, gradients)
+    activations = max(max(peak, _update_peak(model, choice, gradients, entries)) - gradients, 0.0)
+    return {"parameters": total.nbytes, "gradients": gradients, "optimizer": state, "activations": activations}
+
+
+def _update_peak(model: Reduced, choice: Choice, gradients: float, entries: float) -> float:
+    """Of gradients and temporary tensors, from the reduction on. ``entries``: of parameters, that the rank steps."""
+    costs = model.update(choice.data, choice.zero1)
+    kept = sum(costs.held.values(), HeldBytes())
+    new = model.state(choice.zero1) * kept.elements / (choice.data if choice.zero1 else 1)  # in the first step alone
+    stepping = max(costs.part("optimizer", AFTER).excess - new, 0.0) / choice.ways.tp / choice.pp
     if not choice.zero1:
-        return count * clock.collective("all_reduce", axes, held.gradient / count, size)
-    scattered = clock.collective("reduce_scatter", axes, held.gradient / count, size)
-    return count * (scattered + clock.collective("all_gather", axes, held.nbytes / count / size, size))
+        return gradients + stepping
+    # the values of the chunks are filled before the gradients are reduced, and freed after the step
+    mean = entries * (kept.nbytes / kept.elements if model.master is None else model.master.itemsize)
+    values = mean if model.master is None else 0.0  # master weights are part of the state
+    bucket = choice.bucket_mb * 2**20 * (1 + 1 / choice.data)
+    return max(gradients + values + bucket, values + mean + max(stepping, bucket))
 
 
-def _dtype_name(model: Reduced) -> str:
-    return str(model.dtype or torch.get_default_dtype()).removeprefix("torch.")
+def _peak(model: Reduced, costs: StepCosts, choice: Choice, gradients: float) -> float:
+    """Of gradients, activations and temporary tensors, along the step."""
+    regions = [BEFORE, *model.order, AFTER]
+    live = peak = gradients if choice.microbatches > 1 else 0.0
+    for phase, region in (*(("forward", r) for r in regions), *(("backward", r) for r in reversed(regions))):
+        part = costs.part(phase, region)
+        excess, delta = part.excess, part.delta
+        if choice.recompute and region not in (BEFORE, AFTER):
+            kept = costs.part("forward", region).delta
+            least = min(costs.hidden, kept)
+            again = kept - least
+            excess, delta = (excess, least) if phase == "forward" else (again + max(excess, 0.0), delta + again)
+        peak = max(peak, live + excess)
+        live += delta
+        if choice.microbatches > 1 and phase == "backward":
+            live -= sum(held.gradient for (of, _), held in costs.held.items() if of == region)  # they were there
+    return peak
+
+
+def _stage_peak(model: Reduced, costs: StepCosts, choice: Choice, gradients: float) -> float:
+    """Of one forward, one backward: the inputs of some microbatches, and one microbatch's work."""
+    schedule = Schedule(choice.pp, choice.microbatches)
+    one = model.order[: len(model.order) // choice.pp]
+    kept = sum(costs.part("forward", region).delta for region in one)
+    backward = kept + max(costs.part("backward", region).excess for region in one)
+    after = costs.part("forward", AFTER)
+    loss = (after.excess + max(costs.part("backward", AFTER).excess + after.delta - after.excess, 0.0)) / choice.pp
+    return gradients + (schedule.inputs_held + 2) * costs.hidden + max(backward, loss)

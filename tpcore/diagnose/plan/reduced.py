@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...checkpoint.storage.tensorfile import nbytes_of
 from ...layout.mesh import Mesh
 from ...log import quiet
 from ...models.experts import ShardedExperts
 from ...train.zero import Zero1
-from ..explain.planned import with_labels
-from ..explain.recording import Recorder
+from ..explain.recording import Recorder, tensors
 from ..explain.step import MakeOptimizer, record
-from ..explain.target import Factory, Inputs, build, hugging_face_inputs
+from ..explain.target import Factory, Inputs, build, hugging_face_inputs, with_labels
 from .costs import HeldBytes, StepCosts, compact, held_by, on_line, parts_of
 from .meter import Meter
 
@@ -50,18 +50,14 @@ class Ways:
 
     def options(self) -> dict[str, Any]:
         """Of ``parallelize``, those that are not the default."""
-        options: dict[str, Any] = {}
-        if self.tp > 1 and self.sequence_parallel:
-            options["sequence_parallel"] = True
-        if self.tp > 1 and self.expert_parallel:
-            options["expert_parallel"] = True
-        if self.dispatch != "gathered":
-            options["dispatch"] = self.dispatch
-        if self.capacity_factor is not None:
-            options["capacity_factor"] = self.capacity_factor
-        if self.cp > 1 and self.context_parallel is not None:
-            options["context_parallel"] = self.context_parallel
-        return options
+        options = {
+            "sequence_parallel": (self.tp > 1 and self.sequence_parallel) or None,
+            "expert_parallel": (self.tp > 1 and self.expert_parallel) or None,
+            "dispatch": None if self.dispatch == "gathered" else self.dispatch,
+            "capacity_factor": self.capacity_factor,
+            "context_parallel": self.context_parallel if self.cp > 1 else None,
+        }
+        return {name: value for name, value in options.items() if value is not None}
 
 
 class Reduced:
@@ -86,7 +82,12 @@ class Reduced:
                 model, _ = build(target, 1, seq_len)
             self.name = type(model).__name__
             self._config = getattr(model, "config", None)
-            self.experts = _grouped(model)
+            for module in model.modules():
+                own: Any = getattr(module, "config", None)
+                if hasattr(own, "_experts_implementation"):
+                    own._experts_implementation = "grouped_mm"  # of shapes that do not depend on what is chosen
+                if _has_experts(module):
+                    self.experts = max(self.experts, module.num_experts)
             self._plain = self.reduce(model.to(dtype=dtype))
         self._recorded: dict[Any, StepCosts | ValueError] = {}
         self._results: dict[Any, Any] = {}
@@ -162,8 +163,7 @@ class Reduced:
         return 2.0 * len(self.order) * each * key * itemsize
 
     def least(self, shares: int, ep: int, data: int, zero1: bool) -> float:
-        """Bytes of parameters, gradients and optimizer that a rank has at least, of ``shares`` that divide all of them
-        and ``ep`` that divide experts, on ``data`` ranks."""
+        """Of parameters, gradients and optimizer, in bytes on a rank. ``shares`` divide all of them, ``ep`` experts."""
         held = self._update(2 if zero1 else 1, zero1).held
         known = any(expert for _, expert in held)
         least = 0.0
@@ -197,26 +197,21 @@ class Reduced:
 
     def _record(self, ways: Ways, batch: int, dp: int, optimizer: MakeOptimizer | None) -> StepCosts:
         meter = Meter(sorted(set(self.order), key=len, reverse=True), self._results)
-        experts: set[str] = set()
         hidden: list[int] = []
 
         @contextmanager
         def watch(recorder: Recorder, model: nn.Module, inputs: Inputs) -> Iterator[None]:
-            experts.update(
-                name for name, m in model.named_modules() if isinstance(m, ShardedExperts) or _has_experts(m)
-            )
             meter.shares = _shares(model, ways)
             layer = model.get_submodule(self.order[0]) if self.order else model
-            handle = layer.register_forward_hook(lambda _, __, out: hidden.append(_first_nbytes(out)))
+            handle = layer.register_forward_hook(lambda _, __, out: hidden.append(nbytes_of(next(tensors(out)))))
             with meter.on(recorder, model, inputs):
                 yield
             handle.remove()
 
-        mesh = Mesh({"pp": 1, "dp": dp, "ep": ways.ep, "cp": ways.cp, "tp": ways.tp})
-        made = partial(self.made, batch, ways)
+        mesh, made = Mesh({**ways.mesh.axes, "dp": dp}), partial(self.made, batch, ways)
         with quiet():
-            program = record(made, mesh, 0, dtype=self.dtype, optimizer=optimizer, max_norm=1.0, meter=watch).program
-        return StepCosts(parts_of(program, meter), held_by(program, meter, experts), hidden[0])
+            program, _ = record(made, mesh, 0, dtype=self.dtype, optimizer=optimizer, max_norm=1.0, meter=watch)
+        return StepCosts(parts_of(program, meter), held_by(program, meter), hidden[0])
 
 
 # -- one of each kind -------------------------------------------------------------------------------------
@@ -244,26 +239,13 @@ def _signature(layer: nn.Module) -> Any:
     )
 
 
-def _grouped(model: Any) -> int:
-    """Experts by grouped matmuls, whose shapes do not depend on what is chosen. Returns how many a layer has."""
-    most = 0
-    for module in model.modules():
-        config: Any = getattr(module, "config", None)
-        if hasattr(config, "_experts_implementation"):
-            config._experts_implementation = "grouped_mm"
-        if _has_experts(module):
-            most = max(most, module.num_experts)
-    return most
-
-
 def _has_experts(module: nn.Module) -> bool:
     """Whether it holds the experts of a layer of transformers, which are not cut."""
     return hasattr(module, "has_gate") and hasattr(module, "num_experts")
 
 
 def _shares(model: Any, ways: Ways) -> dict[str, float]:
-    """By the name of a layer of experts: how many of its grouped matmuls' rows a rank computes, of those that it was
-    recorded with, where the choices are even. As one program every expert computes all tokens, or its seats."""
+    """By the name of a layer of experts: the part of its recorded rows that a rank computes, if choices are even."""
     found: dict[str, float] = {}
     config = getattr(model, "config", None)
     chosen = getattr(config.get_text_config(), "num_experts_per_tok", 2) if config is not None else 2
@@ -279,8 +261,3 @@ def _shares(model: Any, ways: Ways) -> dict[str, float]:
         most = here / (chosen or 2) if ways.compiled else even
         found[name] = most if ways.capacity_factor is None else min(most, ways.capacity_factor * even)
     return found
-
-
-def _first_nbytes(out: Any) -> int:
-    t = out if isinstance(out, torch.Tensor) else out[0]
-    return t.numel() * t.element_size()

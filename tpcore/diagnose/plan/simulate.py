@@ -1,27 +1,26 @@
-"""How much of its time a large job spends on progress: failures, checkpoints and stragglers, simulated.
-
-Nothing here was measured on such a job. Failures of devices are independent and exponential.
-"""
+"""How much of its time a large job spends on progress: independent exponential failures, checkpoints and stragglers,
+simulated. Nothing here was measured on such a job."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from .machine import check_number
+
 _FACTORS = tuple(float(f) for f in np.geomspace(0.25, 4.0, 17))  # of Daly's interval
 
 
 @dataclass(frozen=True)
 class JobModel:
-    """``devices``, each of which fails once in ``mtbf`` seconds of the mean. A failure ends the job's work since
-    its last checkpoint. ``save``: seconds that a checkpoint stops the job. ``restart``: seconds from a failure to
-    the next step. ``jitter``: standard deviation of the logarithm of a device's time for a step, lognormal."""
+    """``devices``, each of which fails once in ``mtbf`` seconds of the mean; the work since a checkpoint is lost.
+    ``save``: seconds that a checkpoint stops the job. ``restart``: seconds from a failure to the next step.
+    ``jitter``: standard deviation of the logarithm of a device's time for a step, lognormal."""
 
     devices: int
     mtbf: float
@@ -32,10 +31,8 @@ class JobModel:
     def __post_init__(self) -> None:
         if self.devices < 1:
             raise ValueError(f"a job needs 1 device or more, not {self.devices}")
-        for field, least in (("mtbf", False), ("save", False), ("restart", True), ("jitter", True)):
-            value = getattr(self, field)
-            if not (math.isfinite(value) and (value > 0 or (least and value == 0))):
-                raise ValueError(f"{field} must be {'at least' if least else 'above'} 0, not {value!r}")
+        for field in ("mtbf", "save", "restart", "jitter"):
+            check_number(field, getattr(self, field), zero=field in ("restart", "jitter"))
 
     @property
     def mean(self) -> float:
@@ -100,8 +97,7 @@ def daly(job: JobModel) -> float:
 
 
 def goodput_formula(job: JobModel, interval: float) -> float:
-    """The expected part of the time that is progress: exact for exponential failures, which may strike during
-    checkpoints and restarts too (Daly 2006, eq. 20)."""
+    """The expected part of the time that is progress (Daly 2006, eq. 20): failures may strike at any time."""
     m = job.mean
     exponent = (interval + job.save + job.restart) / m
     if exponent > 700:  # beyond float64; no job gets there
@@ -110,10 +106,8 @@ def goodput_formula(job: JobModel, interval: float) -> float:
 
 
 def goodput(job: JobModel, interval: float, *, runs: int = 400, segments: int = 200, seed: int = 0) -> Goodput:
-    """Simulate ``runs`` jobs, each of ``segments`` intervals with a checkpoint after each, failure by failure.
-
-    Where a job is not done after 100 failures a segment, the goodput is 0: it is below 1 % of the time.
-    """
+    """Simulate ``runs`` jobs, each of ``segments`` intervals with a checkpoint after each, failure by failure; 0 where
+    one is not done after 100 failures a segment."""
     draw = np.random.default_rng(seed)
     length = interval + job.save
     seconds, left = np.zeros(runs), np.full(runs, segments)
@@ -152,30 +146,17 @@ def expected_maximum(job: JobModel) -> float:
 
 
 def forecast(job: JobModel, *, runs: int = 400, seed: int = 0) -> Forecast:
-    """Simulate the job at intervals around Daly's, and its steps with stragglers. The same failures for each
-    interval, so that the best one does not hang on chance; it is the vertex of the parabola through the best three,
-    over the logarithm of the interval."""
+    """Simulate the job at intervals around Daly's, with the same failures for each, and its steps with stragglers. The
+    best is the vertex of the parabola through the best three, over the logarithm of the interval."""
     start = daly(job)
     curve = tuple(goodput(job, f * start, runs=runs, seed=seed) for f in _FACTORS)
+    at = min(max(int(np.argmax([g.simulated for g in curve])), 1), len(curve) - 2)
+    x = np.log([g.interval for g in curve[at - 1 : at + 2]])
+    bend, slope, _ = np.polyfit(x, [g.simulated for g in curve[at - 1 : at + 2]], 2)
+    best = float(np.exp(np.clip(-slope / (2 * bend), x[0], x[-1]))) if bend < 0 else curve[at].interval
     slower = straggling(job, seed=seed)
-    at = curve[_FACTORS.index(1.0)]
-    return Forecast(
-        job=job,
-        young=young(job),
-        daly=start,
-        best=_vertex([g.interval for g in curve], [g.simulated for g in curve]),
-        straggling=slower,
-        straggling_formula=expected_maximum(job),
-        goodput=at.simulated / slower,
-        curve=curve,
-    )
-
-
-def _vertex(intervals: Sequence[float], values: Sequence[float]) -> float:
-    best = min(max(int(np.argmax(values)), 1), len(values) - 2)
-    x = np.log(intervals[best - 1 : best + 2])
-    bend, slope, _ = np.polyfit(x, values[best - 1 : best + 2], 2)
-    return float(np.exp(np.clip(-slope / (2 * bend), x[0], x[-1]))) if bend < 0 else intervals[best]
+    progress = curve[_FACTORS.index(1.0)].simulated / slower
+    return Forecast(job, young(job), start, best, slower, expected_maximum(job), progress, curve)
 
 
 def _span(seconds: float) -> str:

@@ -58,7 +58,8 @@ class CachedModel(nn.Module):
                 found.append(number)
                 for kind, t in states.items():
                     # one place more than there are tokens: padding that has none is written there
-                    made = t.new_zeros(t.shape[0], t.shape[1], self.max_length + 1, t.shape[3])
+                    size = t.shape[0], t.shape[1], self.max_length + 1, t.shape[3]
+                    made = torch.zeros(size, dtype=t.dtype, device=t.device)  # not of its class: a checked run's part
                     self.register_buffer(f"{kind}_{number}", made, persistent=False)
         return found
 

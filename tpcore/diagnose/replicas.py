@@ -89,10 +89,10 @@ def _digests(
                 yield TensorDigest(STATE, called, "", 0, shown, True, ctx.rank)
     for i, group in enumerate(() if optimizer is None else optimizer.param_groups):
         for name, value in group.items():
-            shown = value.tolist() if isinstance(value, Tensor) else value
-            if name not in ("params", "param_names") and isinstance(shown, (str, float, int, tuple, list)):
+            plain = value.tolist() if isinstance(value, Tensor) else value
+            if name not in ("params", "param_names") and isinstance(plain, (str, float, int, tuple, list)):
                 # stages may have other groups
-                yield TensorDigest(OPTION, f"{name} of group {i}", "", stage, repr(shown), True, ctx.rank)
+                yield TensorDigest(OPTION, f"{name} of group {i}", "", stage, repr(plain), True, ctx.rank)
 
 
 def _held(

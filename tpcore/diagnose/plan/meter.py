@@ -234,8 +234,9 @@ class _Kernels(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is nn.functional.scaled_dot_product_attention:
-            flops = attention_flops(*args, bool(kwargs.get("is_causal")))
-            return _Kernel.apply(self._meter, ATTENTION, flops, 1, *args)
+            q, k, v = args
+            flops = attention_flops(q, k, v, bool(kwargs.get("is_causal")))
+            return _Kernel.apply(self._meter, ATTENTION, flops, 1, q, k, v)
         if func in (torch._grouped_mm, getattr(nn.functional, "grouped_mm", None)):
             x, weight = args[:2]
             return _Kernel.apply(self._meter, GROUPED, 2.0 * x.numel() * weight.shape[-1], len(weight), x, weight)

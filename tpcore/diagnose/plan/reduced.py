@@ -83,11 +83,12 @@ class Reduced:
             self.name = type(model).__name__
             self._config = getattr(model, "config", None)
             for module in model.modules():
-                own: Any = getattr(module, "config", None)
+                some: Any = module
+                own: Any = getattr(some, "config", None)
                 if hasattr(own, "_experts_implementation"):
                     own._experts_implementation = "grouped_mm"  # of shapes that do not depend on what is chosen
                 if _has_experts(module):
-                    self.experts = max(self.experts, module.num_experts)
+                    self.experts = max(self.experts, some.num_experts)
             self._plain = self.reduce(model.to(dtype=dtype))
         self._recorded: dict[Any, StepCosts | ValueError] = {}
         self._results: dict[Any, Any] = {}

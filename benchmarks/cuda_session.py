@@ -3,21 +3,20 @@
     python -m benchmarks.cuda_session --out session.json
 
 Each stage has processes of its own and a limit of its own; one that fails or is late is written down as that, and the
-others go on. The file holds all that was measured so far, whenever the session ends.
+others go on. The file holds every stage whenever the session ends; none of their processes outlives it.
 
     doctor    what `tpcore doctor` says
     verify    `tpcore verify` at tp=1, and at tp=2 (over NCCL on two GPUs, else over gloo with both ranks on one)
     curve     losses of a small Llama in float32, on the CPU and on the GPU at tp=1 and 2: 1e-4 apart at most
     reads     a step under torch's own detector of synchronizations, set to raise
-    step      a training step of a Llama with a billion parameters in bfloat16: seconds (the median, the fastest and the
-              slowest round: what differs less than these do is noise), and peak of a rank's memory in these rounds
+    step      a training step of a Llama with a billion parameters in bfloat16: seconds (median, fastest and slowest of
+              the rounds: what differs less than these is noise), and a rank's peak of memory in them
     loss      forward and backward of the loss alone, beside F.cross_entropy and Liger's, where that is installed
     generate  tokens a second, by transformers' `generate`
 
-The contestants of a stage: `plain` is transformers alone, `tpcore` the same model after `tpcore.parallelize`,
-`plain compiled` and `tpcore compiled` after torch.compile too, `tpcore graphs` with a static cache, whose decode step
-is captured. At tp=1 tpcore ought to cost nothing. tp=2 on one GPU has twice the work of tp=1 for one device, so it
-shows costs, not gains. With ``--backend cpu_gloo --size tiny`` the session runs where no GPU is.
+Contestants: `plain` is transformers alone, `tpcore` the same model after `tpcore.parallelize`, `... compiled` after
+torch.compile too, `tpcore graphs` with a static cache, whose decode step is captured. At tp=1 tpcore ought to cost
+nothing. tp=2 on one GPU is twice the work for one device, so it shows costs. `--backend cpu_gloo --size tiny`: no GPU.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ import argparse
 import importlib
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -48,49 +48,38 @@ import tpcore
 from .harness import conditions
 from .transformers_tp import Size
 
-SIZES = {
-    "base": Size(22, 2048, 16, 32000, 4, 2048),  # a billion parameters
-    "tiny": Size(1, 32, 4, 64, 2, 8),  # for the tests
-}
+SIZES = {"base": Size(22, 2048, 16, 32000, 4, 2048), "tiny": Size(1, 32, 4, 64, 2, 8)}  # a billion parameters; a test
 CURVE = Size(2, 128, 4, 512, 4, 64)
 APART = 1e-4
 """Of a loss, relative: float32 sums in another order, which twenty steps carry on."""
+LEAVE = 20.0
+"""Seconds in which a stage that is late ends: half of them for its launcher, to end its ranks."""
+RESULT = "CUDA_SESSION_RESULT"
 
 
-class Device:
-    """The device of this process, or a CPU, of which only the clock is asked."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.cuda = device.type == "cuda"
-
-    def seconds(self, run: Callable[[], object], rounds: int) -> dict[str, float]:
-        for _ in range(2):
-            run()
-        if self.cuda:
-            torch.cuda.reset_peak_memory_stats()  # of how the model was made, in float32, and compiled
-        taken = []
-        for _ in range(rounds):
-            self.wait()
-            began = time.perf_counter()
-            run()
-            self.wait()
-            taken.append(time.perf_counter() - began)
-        return {"seconds": statistics.median(taken), "fastest": min(taken), "slowest": max(taken)}
-
-    def wait(self) -> None:
-        if self.cuda:
-            torch.cuda.synchronize()
-
-    def peak(self) -> int | None:
-        return torch.cuda.max_memory_allocated() if self.cuda else None
+def timed(run: Callable[[], object], rounds: int, at: torch.device) -> dict[str, Any]:
+    cuda = at.type == "cuda"
+    wait = torch.cuda.synchronize if cuda else lambda: None
+    for _ in range(2):
+        run()
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()  # of how the model was made, in float32, and compiled
+    taken = []
+    for _ in range(rounds):
+        wait()
+        began = time.perf_counter()
+        run()
+        wait()
+        taken.append(time.perf_counter() - began)
+    peak = torch.cuda.max_memory_allocated() if cuda else None
+    return {"seconds": statistics.median(taken), "fastest": min(taken), "slowest": max(taken), "peak": peak}
 
 
-def joined(options: Namespace) -> Device:
+def joined(options: Namespace) -> torch.device:
     """The device, after ``tpcore.init`` unless the contestant is plain."""
     if options.contestant.startswith("plain"):
-        return Device(torch.device("cuda" if options.backend == "cuda" else "cpu"))
-    return Device(tpcore.init(backend=options.backend, tp=options.tp).device)
+        return torch.device("cuda" if options.backend == "cuda" else "cpu")
+    return tpcore.init(backend=options.backend, tp=options.tp).device
 
 
 def llama(size: Size, options: Namespace, at: torch.device, dtype: torch.dtype) -> Any:
@@ -123,39 +112,37 @@ def batch(size: Size, at: torch.device) -> Tensor:
 
 
 def curve(options: Namespace) -> dict[str, Any]:
-    on = joined(options)
+    at = joined(options)
     # made on the CPU, whose random numbers are the same everywhere
-    model = llama(CURVE, options, torch.device("cpu"), torch.float32).to(on.device)
-    run = stepping(model, batch(CURVE, on.device), options)
+    model = llama(CURVE, options, torch.device("cpu"), torch.float32).to(at)
+    run = stepping(model, batch(CURVE, at), options)
     return {"losses": [float(run()) for _ in range(20)]}
 
 
 def reads(options: Namespace) -> dict[str, Any]:
-    on = joined(options)
-    run = stepping(llama(CURVE, options, on.device, torch.float32), batch(CURVE, on.device), options)
+    at = joined(options)
+    run = stepping(llama(CURVE, options, at, torch.float32), batch(CURVE, at), options)
     run()
-    if on.cuda:
-        torch.cuda.set_sync_debug_mode("error")
+    if at.type != "cuda":  # there is no detector
+        return {"reads": None}
+    torch.cuda.set_sync_debug_mode("error")
     run()
-    if on.cuda:
-        torch.cuda.set_sync_debug_mode("default")
-    return {"reads": 0 if on.cuda else None}  # a CPU has no detector
+    torch.cuda.set_sync_debug_mode("default")
+    return {"reads": 0}
 
 
 def step(options: Namespace) -> dict[str, Any]:
-    on, size = joined(options), SIZES[options.size]
-    run = stepping(llama(size, options, on.device, torch.bfloat16), batch(size, on.device), options)
-    return {**on.seconds(run, options.rounds), "peak": on.peak(), "loss": float(run())}
+    at, size = joined(options), SIZES[options.size]
+    run = stepping(llama(size, options, at, torch.bfloat16), batch(size, at), options)
+    return {**timed(run, options.rounds, at), "loss": float(run())}
 
 
 def loss(options: Namespace) -> dict[str, Any]:
-    on, size = joined(options), SIZES[options.size]
-    logits = torch.randn(size.batch * size.length, 4 * size.vocab // options.tp, device=on.device, dtype=torch.bfloat16)
+    at, size = joined(options), SIZES[options.size]
+    logits = torch.randn(size.batch * size.length, 4 * size.vocab // options.tp, device=at, dtype=torch.bfloat16)
     logits.requires_grad_()
-    target = torch.arange(len(logits), device=on.device) % size.vocab
-    total: Any = tpcore.parallel_cross_entropy
-    if options.contestant == "plain":
-        total = F.cross_entropy
+    target = torch.arange(len(logits), device=at) % size.vocab
+    total: Any = F.cross_entropy if options.contestant == "plain" else tpcore.parallel_cross_entropy
     if options.contestant == "liger":
         total = importlib.import_module("liger_kernel.transformers.functional").liger_cross_entropy
 
@@ -163,106 +150,119 @@ def loss(options: Namespace) -> dict[str, Any]:
         total(logits, target).mean().backward()
         logits.grad = None
 
-    return {**on.seconds(run, options.rounds), "peak": on.peak()}
+    return timed(run, options.rounds, at)
 
 
 def generate(options: Namespace) -> dict[str, Any]:
-    on, size = joined(options), SIZES[options.size]
-    model = llama(size, options, on.device, torch.bfloat16).eval()
+    at, size = joined(options), SIZES[options.size]
+    model = llama(size, options, at, torch.bfloat16).eval()
     new = min(128, size.length // 2)
     # on a GPU transformers then compiles the decode step, and torch captures it as CUDA graphs
     static: dict[str, Any] = {"cache_implementation": "static"} if options.contestant.endswith("graphs") else {}
-    prompt = batch(size, on.device)[:, : size.length // 4]
+    prompt = batch(size, at)[:, : size.length // 4]
 
     def run() -> None:
         model.generate(prompt, max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0, **static)
 
-    found = on.seconds(run, 3)
+    found = timed(run, 3, at)
     return {"tokens a second": len(prompt) * new / found["seconds"], **found}
 
 
 WORK = {work.__name__: work for work in (curve, reads, step, loss, generate)}
 STAGES = ("doctor", *WORK, "verify")
 Variables = dict[str, str]
+Stage = tuple[str, list[str], Variables, float]
+"""Name, command, variables, seconds at most."""
 
 
-def stages(options: Namespace) -> list[tuple[str, list[str], Variables, float]]:
-    """(name, command, variables, seconds at most), in the order of what is worth most."""
+def stages(options: Namespace) -> list[Stage]:
+    """In the order of what is worth most."""
     gpus = torch.cuda.device_count() if options.backend == "cuda" else 0
     # two ranks on one GPU: NCCL refuses them
     shared = {"TPCORE_CUDA_TRANSPORT": "gloo"} if gpus == 1 else {}
     tool = [sys.executable, "-m", "tpcore"]
-    found: list[tuple[str, list[str], Variables, float]] = [("doctor", [*tool, "doctor"], {}, 60.0)]
+    found: list[Stage] = [("doctor", [*tool, "doctor"], {}, 60.0)]
 
-    def add(work: str, who: str, tp: int = 1, limit: float = 60.0, backend: str = "", over: Variables = shared) -> None:
-        given = ["--work", work, "--contestant", who, "--tp", str(tp), "--backend", backend or options.backend]
-        given += ["--size", options.size, "--rounds", str(options.rounds)]
+    def add(work: str, *contestants: str, tp: int = 1, limit: float = 60.0, how: str = "") -> None:
+        over = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"} if "NCCL" in how else shared
+        backend = "cpu_gloo" if "CPU" in how else options.backend
+        given = f"--work {work} --tp {tp} --backend {backend} --size {options.size} --rounds {options.rounds}".split()
         # one rank needs no launcher, which takes seconds to start
         launcher = ["torch.distributed.run", "--standalone", f"--nproc_per_node={tp}", "-m"] if tp > 1 else []
-        name = f"{work}, {who}, tp={tp}" + (", on the CPU" if backend else "")
-        name += ", over NCCL on one GPU" if over is not shared else ""
-        command = [sys.executable, "-m", *launcher, "benchmarks.cuda_session", *given]
-        found.append((name, command, over if tp > 1 else {}, limit))
+        for who in contestants:
+            command = [sys.executable, "-m", *launcher, "benchmarks.cuda_session", *given, "--contestant", who]
+            found.append((f"{work}, {who}, tp={tp}{how}", command, over if tp > 1 else {}, limit))
 
     def verify(tp: int) -> None:
         table = str(options.out.with_suffix(f".tp{tp}.json"))
         command = [*tool, "verify", "--backend", options.backend, "--tp", str(tp), "--json", table]
         found.append((f"verify, tp={tp}", command, shared if tp > 1 else {}, 150.0))
 
-    add("curve", "tpcore", backend="cpu_gloo")
-    for tp in (1, 2):
-        add("curve", "tpcore", tp)
-    for contestant in ("plain", "tpcore"):
-        add("step", contestant, limit=90.0)
+    add("curve", "tpcore", how=", on the CPU")
+    add("curve", "tpcore")
+    add("curve", "tpcore", tp=2)
+    add("step", "plain", "tpcore", limit=90.0)
     add("reads", "tpcore")
     verify(1)
     if gpus == 1 and torch.cuda.nccl.version() >= (2, 30):
-        add("curve", "tpcore", 2, over={"NCCL_MULTI_RANK_GPU_ENABLE": "1"})
-    for contestant in ("plain compiled", "tpcore compiled"):
-        add("step", contestant, limit=90.0)
-    add("step", "tpcore", 2, 90.0)
-    for contestant in ("plain", "tpcore", "liger"):
-        add("loss", contestant)
-    for contestant in ("plain", "tpcore", "tpcore graphs"):
-        add("generate", contestant)
+        add("curve", "tpcore", tp=2, how=", over NCCL on one GPU")
+    add("step", "plain compiled", "tpcore compiled", limit=90.0)
+    add("step", "tpcore", tp=2, limit=90.0)
+    add("loss", "plain", "tpcore", "liger")
+    add("generate", "plain", "tpcore", "tpcore graphs")
     verify(2)
     return [stage for stage in found if stage[0].partition(",")[0] in options.stages]
 
 
 def outcome(command: list[str], variables: Variables, limit: float) -> dict[str, Any]:
+    """What a stage finds in ``limit`` seconds. ``LEAVE`` seconds later at most, none of its processes runs."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "result")
-        env = {**os.environ, "TPCORE_CHECK": "0", **variables, "CUDA_SESSION_RESULT": str(result)}
+        env = {**os.environ, "TPCORE_CHECK": "0", **variables, RESULT: str(result)}
         with subprocess.Popen(command, env=env, stdout=PIPE, stderr=PIPE, text=True) as job:
             try:
                 printed, errors = job.communicate(timeout=limit)
             except subprocess.TimeoutExpired:
-                # launchers end their ranks at SIGTERM; at SIGKILL these would go on beside what is measured next
-                job.terminate()
+                job.terminate()  # launchers end their ranks at SIGTERM
                 with suppress(subprocess.TimeoutExpired):
-                    job.communicate(timeout=20.0)
-                job.kill()
+                    job.communicate(timeout=LEAVE / 2)
                 return {"error": f"not done after {limit:.0f} s"}
+            finally:
+                kill(f"{RESULT}={result}".encode())
         found: dict[str, Any] = json.loads(result.read_text()) if result.exists() else {}
     if job.returncode:
         found["error"] = (errors or printed)[-2000:]
-    elif not found:
-        found["printed"] = printed[-4000:]
+    found = found or {"printed": printed[-4000:]}
     return {**found, "took": round(time.monotonic() - began, 1)}
 
 
+def kill(variable: bytes) -> None:
+    """Kill every process with ``variable`` in its environment. torchrun's ranks have sessions of their own and outlive
+    a launcher that is killed: they would run beside what is measured next."""
+    for place in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            if variable in place.read_bytes().split(b"\0"):
+                os.kill(int(place.parent.name), signal.SIGKILL)
+
+
 def session(options: Namespace) -> bool:
-    began, figures = time.monotonic(), dict[str, Any]()
-    for name, command, variables, limit in stages(options):
-        left = options.limit - (time.monotonic() - began)
-        figures[name] = outcome(command, variables, min(limit, left)) if left > 10 else {"error": "no time was left"}
-        options.out.write_text(json.dumps({"where": where(), "figures": figures}, indent=1))
+    until, planned = time.monotonic() + options.limit, stages(options)
+    figures: dict[str, dict[str, Any]] = {name: {"error": "no time was left"} for name, *_ in planned}
+    gpus = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())) or "no GPU"
+    os.environ.setdefault("TPCORE_CHECK", "0")
+    versions = f"transformers {transformers.__version__}, CUDA {torch.version.cuda}, {gpus}"
+    written = {"where": f"{conditions(1)}; {versions}", "figures": figures}
+    for name, command, variables, limit in planned:
+        options.out.write_text(json.dumps(written, indent=1))
+        left = until - time.monotonic() - LEAVE
+        if left > LEAVE / 2:
+            figures[name] = outcome(command, variables, min(limit, left))
         print(f"{name}: {in_a_line(figures[name])}", flush=True)
-    curves = {name: found["losses"] for name, found in figures.items() if "losses" in found}
-    every: list[list[float]] = list(curves.values()) or [[]]
-    first, others = every[0], every[1:]
-    apart = max((abs(a / b - 1) for other in others for a, b in zip(first, other, strict=True)), default=float("nan"))
+    options.out.write_text(json.dumps(written, indent=1))
+    curves = [found["losses"] for found in figures.values() if "losses" in found]
+    pairs = [pair for other in curves[1:] for pair in zip(curves[0], other, strict=True)]
+    apart = max((abs(a / b - 1) for a, b in pairs), default=0.0)
     expected = sum(name.startswith("curve") for name in figures)
     print(f"{len(curves)} of {expected} curves, at most {apart:.1e} apart; everything is in {options.out}")
     return len(curves) == expected and apart <= APART
@@ -273,13 +273,6 @@ def in_a_line(found: dict[str, Any]) -> str:
         lines = found["error"].strip().splitlines()
         return next((line for line in reversed(lines) if "Error: " in line), lines[-1] if lines else "failed")
     return ", ".join(f"{key} {value:.6g}" for key, value in found.items() if isinstance(value, int | float))
-
-
-def where() -> str:
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    versions = f"transformers {transformers.__version__}, CUDA {torch.version.cuda}, {', '.join(gpus) or 'no GPU'}"
-    os.environ.setdefault("TPCORE_CHECK", "0")
-    return f"{conditions(1)}; {versions}"
 
 
 def main() -> None:
@@ -298,7 +291,7 @@ def main() -> None:
         sys.exit(not session(options))
     found = WORK[options.work](options)
     if int(os.environ.get("RANK", "0")) == 0:
-        Path(os.environ["CUDA_SESSION_RESULT"]).write_text(json.dumps(found))
+        Path(os.environ[RESULT]).write_text(json.dumps(found))
     if tpcore.is_initialized():
         tpcore.shutdown()
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
+from argparse import Namespace
 from pathlib import Path
 
 import forked
@@ -149,7 +151,7 @@ import signal, subprocess, sys
 rank = subprocess.Popen(["sleep", "600"], start_new_session=True)
 def leave(*_):
     rank.kill(), rank.wait(), sys.exit(1)
-signal.signal(signal.SIGTERM, leave)
+signal.signal(signal.SIGTERM, signal.SIG_IGN if "deaf" in sys.argv else leave)
 open(sys.argv[1], "w").write(str(rank.pid))
 signal.pause()
 """
@@ -161,7 +163,27 @@ def test_a_stage_that_is_late_leaves_no_rank_on_the_gpu(tmp_path: Path) -> None:
 
     pid = tmp_path / "pid"
     assert outcome([sys.executable, "-c", LAUNCHER, str(pid)], {}, 5.0) == {"error": "not done after 5 s"}
-    assert not Path(f"/proc/{pid.read_text()}").exists()
+    assert not _runs(pid.read_text())
+
+
+def _runs(pid: str) -> bool:
+    return Path(f"/proc/{pid}").exists() and Path(f"/proc/{pid}/cmdline").read_bytes() != b""  # else a zombie
+
+
+def test_a_session_ends_within_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With every stage in its file, and without the ranks of a launcher that does not end them."""
+    from benchmarks import cuda_session
+
+    pid, options = tmp_path / "pid", Namespace(limit=5.0, out=tmp_path / "session.json")
+    deaf = [sys.executable, "-c", LAUNCHER, str(pid), "deaf"]
+    monkeypatch.setattr(cuda_session, "LEAVE", 2.0)
+    monkeypatch.setattr(cuda_session, "stages", lambda _: [("first", deaf, {}, 60.0), ("second", deaf, {}, 60.0)])
+    began = time.monotonic()
+    cuda_session.session(options)
+    assert time.monotonic() - began < options.limit
+    figures = json.loads(options.out.read_text())["figures"]
+    assert figures == {"first": {"error": "not done after 3 s"}, "second": {"error": "no time was left"}}
+    assert not _runs(pid.read_text())
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not Path("/dev/net/tun").exists(), reason="needs root and /dev/net/tun")

@@ -19,8 +19,7 @@ from tpcore.cli.app import app
 from tpcore.models.dispatch import SendTokens, put
 from tpcore.models.experts import ShardedExperts
 from tpcore.testing import run_ranks
-from tpcore.testing.verify.model import ModelVerdict, compared
-from tpcore.testing.verify.tiny import tiny_model
+from tpcore.testing.verify.model import ModelVerdict, compared, tiny_model
 
 GEMMA = {"layer_types": ["sliding_attention"] * 3 + ["full_attention"], "num_hidden_layers": 4}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -372,6 +373,18 @@ class Done:
 
     def query(self) -> bool:
         return True
+
+
+def test_a_capture_is_not_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing runs yet, and the driver refuses calls."""
+    queue, watch = Queue(60.0), SimpleNamespace(finish=lambda work: None)
+    monkeypatch.setattr(torch.cuda, "Event", Done)
+    for capturing, followed in ((True, 0), (False, 1)):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)  # noqa: B023  called at once
+        queue.finish(cast(Any, watch), None)
+        assert len(queue._under_way) == followed
+    queue.start()
+    queue.close()
 
 
 class Queued(CudaBackend):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import forked
@@ -13,7 +14,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("launched"), pytest.mark
 
 PLUGIN = """
 import torch
-from tpcore.c10d import C10dBackend
+from tpcore.c10d import C10dBackend, C10dTransport
 from tpcore.backend import hookimpl
 
 class Plain(C10dBackend):
@@ -55,13 +56,23 @@ class TestPlain(Conformance):
 """
 
 
-def launched(tmp_path: Path, how: str) -> str:
-    installed(tmp_path, "plain", PLUGIN)
+WRONG = """
+class Wrong(C10dTransport):
+    compares = False
+    def all_gather(self, x, dim): return torch.zeros_like(super().all_gather(x, dim))
+    def permute(self, x, to): return x.detach().clone()
+
+Plain._over = lambda self, group, pg: Wrong(group, self._rank, pg, self.device())
+"""
+
+
+def launched(tmp_path: Path, how: str, plugin: str = PLUGIN, only: str = "before or once or then") -> str:
+    installed(tmp_path, "plain", plugin)
     (tmp_path / "test_plain.py").write_text(KIT)
     env = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST") and k not in ("RANK", "WORLD_SIZE")}
     env |= {"PYTHONPATH": f"{tmp_path}:{env.get('PYTHONPATH', '')}", "OMP_NUM_THREADS": "1", "HOW": how}
     words = ["torchrun", "--nproc_per_node=2", "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    done = forked.run([*words, "test_plain.py", "-k", "before or once or then"], tmp_path, env)
+    done = forked.run([*words, "test_plain.py", "-k", only], tmp_path, env)
     assert done.returncode != 0
     return done.stdout + done.stderr
 
@@ -81,3 +92,14 @@ def test_ranks_that_all_fail_go_on_to_the_next_test(tmp_path: Path) -> None:
     assert "rank 1: RuntimeError: all lost it" in out
     assert "2 failed, 1 passed" in out
     assert "ends here" not in out
+
+
+def test_a_wrong_all_gather_hides_no_other_fault(tmp_path: Path) -> None:
+    """It would carry what the ranks find, and the comparison of their calls."""
+    out = launched(tmp_path, "", PLUGIN + WRONG, "test_values and float32")
+    failed = {line.split("[")[1].split("-")[0] for line in out.splitlines() if line.startswith("FAILED")}
+    assert failed >= {"all_gather", "permute"}
+    assert not failed & {"all_reduce", "reduce_scatter", "broadcast", "all_to_all"}
+    for primitive in ("all_gather", "permute"):
+        for rank in range(2):
+            assert re.search(rf"{primitive} .* on rank {rank} is ", out)

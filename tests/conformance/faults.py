@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -23,6 +25,10 @@ def summed(parts: list[Tensor]) -> Tensor:
     return functools.reduce(torch.add, parts)
 
 
+def reduced(parts: list[Tensor], op: str) -> Tensor:
+    return summed(parts) if op == "sum" else torch.stack(parts).amax(0)
+
+
 def mine(transport: Transport, x: Tensor, dim: int) -> Tensor:
     return x.chunk(transport.size, dim)[transport.index].clone()
 
@@ -39,10 +45,20 @@ class Plain(ThreadBackend):
         return self.transport_class(group, rank, self._world)
 
 
+class Full(Plain):
+    """With the dtypes that some need beside those."""
+
+    capabilities = replace(
+        Plain.capabilities,
+        dtypes=(*Plain.capabilities.dtypes, torch.float64, torch.float16, torch.int32),
+        moved=(torch.float8_e4m3fn, torch.complex64),
+    )
+
+
 Made = Callable[..., Any]
 
 
-class Registry(dict[str, tuple[str, type[Plain]]]):
+class Faults(dict[str, tuple[str, type[Plain]]]):
     """By name: the test that has to fail first, and the backend."""
 
     def mutant(self, caught_by: str, base: type[Plain] = Plain) -> Callable[[type], type]:
@@ -50,32 +66,44 @@ class Registry(dict[str, tuple[str, type[Plain]]]):
 
         def register(cls: type) -> type:
             backend = issubclass(cls, Plain)
-            self[cls.__name__] = (
-                caught_by,
-                (cls if backend else type(cls.__name__, (base,), {"transport_class": cls})),
-            )
+            made = cls if backend else type(cls.__name__, (base,), {"transport_class": cls})
+            self[cls.__name__] = caught_by, made
             return cls
 
         return register
+
+    def wrong(self, caught_by: str, base: type[Plain] = Plain, of: str = "", **methods: Made) -> None:
+        """Register transports whose method ``of``, by default the second word of ``caught_by``, is another: a function
+        of the transport, ``out`` (the right result) or ``right`` (the right method) where it takes that, and the
+        method's arguments. The right result stands where it returns False."""
+        for name, method in methods.items():
+            own = {of or caught_by.split()[1]: instead(of or caught_by.split()[1], method)}
+            self.mutant(caught_by, base)(type(name, (ThreadTransport,), own))
+
+
+def instead(of: str, method: Made) -> Made:
+    takes = list(signature(method).parameters)[1]
+
+    def call(self: ThreadTransport, x: Tensor, *arguments: Any) -> Any:
+        right = functools.partial(getattr(ThreadTransport, of), self)
+        first = [right(x, *arguments)] if takes == "out" else [right] if takes == "right" else []
+        made = method(self, *first, x, *arguments)
+        if made is not False:
+            return made
+        return first[0] if takes == "out" else right(x, *arguments)
+
+    return call
 
 
 class Kit(Contract):
     worlds = (2, 4)
     starts = False  # threads of one process
     every = 100
+    large = edges.LARGE[:-1]
     tested: type[Plain] = Plain
 
     def backend_class(self) -> type[Plain]:
         return self.tested
-
-
-class Sampled(Kit):
-    """What a fault passes that a later test catches: fewer dtypes, and no 16 MB."""
-
-    large = edges.LARGE[:-1]
-
-    def choices(self) -> dict[str, list[Any]]:
-        return super().choices() | {"dtype": [torch.float32, torch.bool]}
 
 
 def run_on(cls: type[Plain]) -> Made:
@@ -112,8 +140,8 @@ def found(caught_by: str, cls: type[Plain], kind: type[Kit] = Kit) -> bool:
     return any(failures(cls, kind, (caught_by,)))
 
 
-def first_of(registry: Registry, *tests: str) -> list[Any]:
+def first_of(faults: Faults, *tests: str) -> list[Any]:
     """All names, for ``parametrize``. Slow are all but the first fault of each of these tests of the kit."""
-    first = {by.partition(" ")[0]: name for name, (by, _) in reversed(registry.items())}
+    first = {by.partition(" ")[0]: name for name, (by, _) in reversed(faults.items())}
     quick = {first[test] for test in tests}
-    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in registry]
+    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in faults]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -28,8 +29,7 @@ class HasNoTimeout(GlooBackend):
 class _Changed(GlooBackend):
     """What a rank gets that waits for a lost one is changed."""
 
-    def instead(self, error: PeerLostError, x: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
+    instead: Callable[..., torch.Tensor]
 
     def connect(self, group: Group, rank: int) -> Transport:
         made: Any = super().connect(group, rank)
@@ -45,37 +45,22 @@ class _Changed(GlooBackend):
         return made
 
 
-class HangsWithTheLostRank(_Changed):
-    def instead(self, error: PeerLostError, x: torch.Tensor) -> torch.Tensor:
-        time.sleep(1e6)
-        return x
+def _changed(name: str, instead: Callable[..., Any]) -> type[GlooBackend]:
+    return type(name, (_Changed,), {"instead": instead, "__module__": __name__})
 
 
-class GoesOnAlone(_Changed):
-    def instead(self, error: PeerLostError, x: torch.Tensor) -> torch.Tensor:
-        return x
+def fail(error: BaseException) -> NoReturn:
+    raise error
 
 
-class RaisesItsLibrarysError(_Changed):
-    def instead(self, error: PeerLostError, x: torch.Tensor) -> torch.Tensor:
-        raise OSError(32, "Broken pipe")
-
-
-class BlamesTheProgram(_Changed):
-    def instead(self, error: PeerLostError, x: torch.Tensor) -> torch.Tensor:
-        raise CollectiveMismatchError("the ranks disagree")
-
-
-class Dies(_Changed):
-    def instead(self, error: PeerLostError, x: torch.Tensor) -> torch.Tensor:
-        raise SystemExit(7)
-
-
-class OnlyTheFirstRankHears(_Changed):
-    def instead(self, error: PeerLostError, x: torch.Tensor) -> torch.Tensor:
-        if self._rank == 0:
-            raise error
-        return torch.zeros_like(x)
+HangsWithTheLostRank = _changed("HangsWithTheLostRank", lambda self, error, x: time.sleep(1e6))
+GoesOnAlone = _changed("GoesOnAlone", lambda self, error, x: x)
+RaisesItsLibrarysError = _changed("RaisesItsLibrarysError", lambda self, error, x: fail(OSError(32, "Broken pipe")))
+BlamesTheProgram = _changed("BlamesTheProgram", lambda *_: fail(CollectiveMismatchError("the ranks disagree")))
+Dies = _changed("Dies", lambda self, error, x: fail(SystemExit(7)))
+OnlyTheFirstRankHears = _changed(
+    "OnlyTheFirstRankHears", lambda self, error, x: torch.zeros_like(x) if self._rank else fail(error)
+)
 
 
 class StartsAlone(GlooBackend):

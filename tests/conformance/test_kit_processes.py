@@ -18,6 +18,7 @@ from tpcore_cpu_gloo import GlooBackend
 from tpcore_cuda import CudaOverGloo
 
 from tpcore.backend.interface import Backend
+from tpcore.backend.registry import backend_class
 from tpcore.c10d.backend import C10dBackend
 from tpcore.layout.mesh import Mesh
 from tpcore.testing.conformance import Conformance
@@ -61,6 +62,9 @@ class TestShared(Conformance):
         """All on two ranks but the jobs with lost ranks; values on four."""
         two = all(mesh.size == 2 for mesh in params.values() if isinstance(mesh, Mesh))
         return test == "test_values" or (two and test != "test_lost_ranks")
+
+    def backend_class(self) -> type[Backend]:
+        return backend_class(self.tested) if isinstance(self.tested, str) else self.tested
 
     def choices(self) -> dict[str, list[Any]]:
         """Layers in one precision: tests/test_layers_matrix.py runs more of them, in all, on processes."""
@@ -145,9 +149,6 @@ class TestSimple(Sampled):
         """TestGloo runs the same transport."""
         return test not in cls.least + cls.composed
 
-    def backend_class(self) -> type[Backend]:
-        return Simple
-
 
 class TestCuda(Sampled):
     tested = CudaStandIn
@@ -163,6 +164,3 @@ class TestCuda(Sampled):
             return False
         kept = ("memory", "again", "modes", "large", "overlap", "started", "mixed", "many", "training", "pipeline")
         return test.removeprefix("test_") not in (*kept, "traces", "declaration") or super().drill(test, params)
-
-    def backend_class(self) -> type[Backend]:
-        return CudaStandIn

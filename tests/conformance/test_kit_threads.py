@@ -8,16 +8,21 @@ from typing import Any
 import pytest
 import torch
 from tiers import tiers
+from torch import Tensor
 
+from tpcore.comm.transport import Op
 from tpcore.layout.mesh import Mesh
 from tpcore.testing import ThreadBackend, run_ranks
 from tpcore.testing.conformance import Conformance
-from tpcore.testing.kit.collectives import differs
+from tpcore.testing.kit import training
+from tpcore.testing.kit.collectives import PRIMITIVES, differs, right_values
 from tpcore.testing.kit.edges import full_float32
+from tpcore.testing.kit.launched import told
+from tpcore.testing.threads import ThreadTransport
 
 
 class TestThreads(Conformance):
-    worlds = (2, 4)
+    worlds = (2, 3, 4)
     starts = False  # threads of one process
 
     def backend_class(self) -> type[ThreadBackend]:
@@ -32,6 +37,71 @@ class TestThreads(Conformance):
     @classmethod
     def run(cls) -> Callable[..., Any]:
         return lambda mesh, fn, *args: run_ranks(mesh, lambda ctx: fn(ctx, *args))
+
+
+@pytest.mark.parametrize("primitive", PRIMITIVES)
+def test_a_rank_alone_keeps_its_values(primitive: str) -> None:
+    """A verification at tp=1 makes all calls, too."""
+    assert run_ranks(Mesh({"tp": 1}), lambda ctx: right_values(ctx, primitive, torch.float32)) == [[]]
+
+
+MESHES = [
+    *({"dp": 1, "tp": 1}, {"dp": 1, "tp": 4}, {"dp": 2, "tp": 2}, {"dp": 1, "tp": 3}),
+    *({"dp": 1, "ep": 2, "cp": 2, "tp": 1}, {"pp": 2, "ep": 2, "cp": 1, "tp": 1}),
+]
+
+
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+def test_steps_equal_the_plain_models(axes: dict[str, int]) -> None:
+    """Over all axes over which examples, tokens or layers are cut."""
+    steps = training.pipeline_steps if "pp" in axes else training.training_steps
+    for found in run_ranks(Mesh(axes), steps):
+        assert found == []
+        assert 0 < found.error < found.allowed
+
+
+class Forgets(ThreadTransport):
+    """The sum of every third all-reduce."""
+
+    calls = 0
+
+    def all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
+        self.calls += 1
+        out = super().all_reduce(x, op, donate)
+        return x.detach().clone() if self.calls % 3 == 0 else out
+
+
+def made_with(transport: type[ThreadTransport]) -> type[ThreadBackend]:
+    connect = lambda self, group, rank: transport(group, rank, self._world)  # noqa: E731
+    return type("Wrong", (ThreadBackend,), {"connect": connect})
+
+
+@pytest.mark.parametrize("axes", MESHES[1:3], ids=str)
+def test_steps_with_a_wrong_sum_differ(axes: dict[str, int]) -> None:
+    for found in run_ranks(Mesh(axes), training.training_steps, backend=made_with(Forgets)):
+        assert len(found) > 4
+        assert not found.error <= found.allowed
+
+
+def zeros(self: ThreadTransport, x: Tensor, *arguments: Any) -> Tensor:
+    return torch.zeros(1)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3])
+def test_what_ranks_find_arrives_if_one_collective_is_right(count: int) -> None:
+    names = ("all_gather", "all_reduce", "reduce_scatter")[:count]
+    backend = made_with(type("Zeros", (ThreadTransport,), dict.fromkeys(names, zeros)))
+    mine = [["a finding"], ["b" * 9000, *["c" * 500] * 30]]
+    first, second = run_ranks(Mesh({"tp": 2}), lambda ctx: told(mine[ctx.rank], ctx.comm("tp")), backend=backend)
+    assert first[0] == ["a finding"]
+    assert second[1][0] == "b" * 1024
+    assert second[1][-1].endswith(" more")
+    if count < 3:
+        assert first == second
+    else:
+        assert first[1] == [
+            "rank 1: its messages did not arrive: " + ", ".join(names[:2]) + f" and {names[2]} are all wrong"
+        ]
 
 
 def test_bits_that_print_alike_are_told_apart() -> None:

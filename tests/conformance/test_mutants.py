@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from faults import ALL, Kit, Plain, Registry, Sampled, failures, first_of, found, mine, summed
-from test_mutants_limits import LIMITS
-from test_mutants_rare import RARE
+from faults import ALL, Faults, Full, Kit, Plain, failures, first_of, found, mine, reduced, summed
 from torch import Tensor
 from tpcore_cpu_gloo import programs
 
@@ -23,199 +23,545 @@ from tpcore.errors import BackendError
 from tpcore.layout.mesh import Group, Mesh
 from tpcore.runtime.context import ParallelContext, current
 from tpcore.testing import run_ranks
+from tpcore.testing.kit import edges
 from tpcore.testing.kit.contract import Contract
 from tpcore.testing.threads import ThreadTransport, ThreadWorld
 from tpcore.testing.verify.report import EDGES, edge_rows
+
+HALVES, LARGE = (torch.float16, torch.bfloat16), 4096
+FAULTS = Faults()
+mutant, wrong = FAULTS.mutant, FAULTS.wrong
 
 
 def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-MUTANTS = Registry()
-mutant = MUTANTS.mutant
+def packed(x: Tensor) -> Tensor:
+    """What memory has where a contiguous tensor of this shape would be."""
+    return x.detach().as_strided(x.shape, torch.empty(x.shape, device="meta").stride(), x.storage_offset())
 
 
-@mutant("test_values all_gather")
-class GathersInReverse(ThreadTransport):
+def flushed(out: Tensor) -> Tensor:
+    return torch.where(out.abs() < torch.finfo(out.dtype).tiny, 0.0, out)
+
+
+def cut_off(out: Tensor) -> Tensor:
+    return (out.view(torch.int32) & ~0xFFFF).view(torch.float32)
+
+
+def without(out: Tensor, start: int, end: int) -> Tensor:
+    out.view(-1)[start:end] = 0
+    return out
+
+
+def from_me(t: ThreadTransport, x: Tensor) -> list[Tensor]:
+    every = t.exchange("mine first", x)
+    return every[t.index :] + every[: t.index]
+
+
+def multiplied(t: ThreadTransport, x: Tensor, src: int) -> Tensor:
+    return summed(t.exchange("sum", x.detach() * float(t.index == src)))
+
+
+def once(make: Callable[[], Tensor]) -> Pending:
+    return functools.cache(make)
+
+
+def first(t: Any, name: str, out: Any) -> Any:
+    """What the transport has kept under this name: at the first call ``out``."""
+    return vars(t).setdefault(name, out)
+
+
+# -- values ------------------------------------------------------------------------------------------------
+wrong(
+    "test_values all_gather",
+    GathersInReverse=lambda t, x, dim: torch.cat(t.exchange("gather", x)[::-1], dim),
+    GathersAlongTheFirstDim=lambda t, x, dim: torch.cat(t.exchange("gather", x), 0),
+    GathersOnlyItself=lambda t, x, dim: torch.cat([x.detach()] * t.size, dim),
+    ForgetsTheSignOfZero=lambda t, out, x, dim: out.is_floating_point() and out + 0,
+    MovesWholeNumbersAsFloats=lambda t, right, x, dim: x.dtype is torch.int64 and right(x.double(), dim).long(),
+    MovesBfloat16AsFloat16=lambda t, right, x, dim: x.dtype is torch.bfloat16 and right(x.half(), dim).bfloat16(),
+    FlushesDenormals=lambda t, out, x, dim: x.dtype is torch.float32 and flushed(out),
+    KnowsFourDims=lambda t, right, x, dim: right(x, min(dim, 3)),
+)
+wrong(
+    "test_values all_reduce",
+    SumIsMax=lambda t, right, x, op, donate: right(x, "max", donate),
+    LeavesOutTheLast=lambda t, x, op, donate: op == "sum" and summed(t.exchange("sum", x)[:-1]),
+    AveragesInsteadOfSumming=lambda t, out, x, op, donate: op == "sum" and (out.double() / t.size).to(x.dtype),
+    SumsBoolsAsNumbersOfAnotherDtype=lambda t, right, x, op, donate: (
+        x.dtype is torch.bool and right(x.byte(), op, donate)
+    ),
+    SumsWholeNumbersAsFloats=lambda t, right, x, *how: x.dtype is torch.int64 and right(x.double(), *how).long(),
+)
+wrong(
+    "test_values all_reduce max",
+    MaxIsSum=lambda t, right, x, op, donate: right(x, "sum", donate),
+    MaxStartsFromZeroOfOneRank=lambda t, x, op, donate: op == "max" and t.exchange(op, x)[0].clone(),
+    MaxIsNeverNegative=lambda t, out, x, op, donate: op == "max" and x.dtype.is_signed and out.clamp(min=0),
+    MaximumOfWholeNumbersAsFloats=lambda t, right, x, op, donate: (
+        op == "max" and x.dtype is torch.int64 and right(x.float(), op, donate).long()
+    ),
+)
+wrong(
+    "test_values start_all_reduce",
+    StartedReduceForgetsTheOp=lambda t, x, *_: late(x, lambda: t.all_reduce(x, "max", 0)),
+)
+wrong(
+    "test_values start_reduce_scatter",
+    StartedScatterForgetsTheDim=lambda t, right, x, dim, donate: right(x, dim if x.shape[0] % t.size else 0, donate),
+)
+wrong("test_values start_permute", StartedPermuteGoesBackwards=lambda t, right, x, to: right(x, inverse(to)))
+wrong(
+    "test_values reduce_scatter",
+    KeepsTheNextRanksChunk=lambda t, x, dim: mine(
+        t, summed(t.exchange("scatter", x)).roll(-x.shape[dim] // t.size, dim), dim
+    ),
+    ScattersWithoutReducing=lambda t, x, dim: mine(t, x.detach(), dim),
+    ScattersAlongTheLastDim=lambda t, right, x, dim: right(x, dim if x.shape[-1] % t.size else x.ndim - 1),
+)
+wrong(
+    "test_values broadcast",
+    Full,
+    AlwaysBroadcastsTheFirst=lambda t, right, x, src: right(x, 0),
+    BroadcastsFromTheNeighbour=lambda t, right, x, src: right(x, (src + 1) % t.size),
+    BroadcastsByMultiplyingWithZero=lambda t, x, src: x.is_floating_point() and multiplied(t, x, src),
+    BroadcastsDoublesAsFloats=lambda t, right, x, src: x.dtype is torch.float64 and right(x.float(), src).double(),
+    BroadcastsHalvesByMultiplyingWithZero=lambda t, x, src: x.dtype is torch.float16 and multiplied(t, x, src),
+)
+wrong(
+    "test_values all_to_all",
+    TradesInReverse=lambda t, x, split, concat: torch.cat(
+        [mine(t, y, split) for y in t.exchange("x", x)[::-1]], concat
+    ),
+    TradesAlongTheSplitDim=lambda t, right, x, split, concat: right(x, split, split),
+    TradesFiniteNumbersOnly=lambda t, right, x, *dims: x.is_floating_point() and right(torch.nan_to_num(x), *dims),
+    TradesInReverseIfItConcatenatesBeforeWhereItSplits=lambda t, out, x, split, concat: (
+        concat == split - 1 and torch.cat(out.chunk(t.size, concat)[::-1], concat)
+    ),
+)
+wrong(
+    "test_values permute",
+    PermutesBackwards=lambda t, right, x, to: right(x, inverse(to)),
+    KeepsItsOwnWhereNobodySends=lambda t, out, x, to: t.index not in to and x.detach().clone(),
+    FillsWithZeroTimesWhatItHas=lambda t, out, x, to: t.index not in to and x.is_floating_point() and 0 * x.detach(),
+    QuietsNaN=lambda t, out, x, to: x.dtype is torch.float32 and torch.where(out.isnan(), torch.nan, out),
+    WhoSendsInALineReceivesNothing=lambda t, out, x, to: (
+        t.index in to and to[t.index] >= 0 and -1 in to and torch.zeros_like(out)
+    ),
+)
+wrong("test_moved_dtypes all_gather", DropsTheImaginaryPart=lambda t, out, x, dim: x.is_complex() and out.real + 0j)
+wrong(
+    "test_odd_values all_reduce",
+    Full,
+    HalfSumsSaturate=lambda t, out, x, op, donate: x.dtype in HALVES and op == "sum" and out.nan_to_num(nan=torch.nan),
+    DividesHalvesBeforeItSums=lambda t, right, x, op, donate: (
+        x.dtype is torch.float16
+        and op == "sum"
+        and bool((x.abs() < 16_000).all())
+        and right(x / t.size, op, 0) * t.size
+    ),
+)
+wrong(
+    "test_odd_values all_reduce max",
+    MaxLeavesOutNaN=lambda t, x, op, _: op == "max" and functools.reduce(torch.fmax, t.exchange(op, x)),
+    MaximumOfHalvesLeavesOutNaN=lambda t, x, op, _: (
+        op == "max" and x.dtype is torch.bfloat16 and functools.reduce(torch.fmax, t.exchange(op, x))
+    ),
+)
+wrong(
+    "test_odd_values reduce_scatter",
+    Full,
+    SumsOfDenormalsAreZero=lambda t, out, x, dim: x.is_floating_point() and flushed(out),
+)
+wrong(
+    "test_precision float32",
+    of="all_reduce",
+    SumsInHalfPrecision=lambda t, right, x, *how: x.numel() == 1024 and right(x.bfloat16(), *how).to(x.dtype),
+)
+wrong(
+    "test_precision bfloat16",
+    of="all_reduce",
+    MaxIsRoundedUp=lambda t, out, x, op, _: (
+        op == "max" and x.dtype is torch.bfloat16 and x.numel() == 1024 and out * 1.01
+    ),
+    CutsSumsOffInsteadOfRounding=lambda t, x, op, _: (
+        x.dtype is torch.bfloat16 and op == "sum" and cut_off(summed([y.float() for y in t.exchange(op, x)])).bfloat16()
+    ),
+)
+
+
+@mutant("test_precision float32")
+class SumsInAnotherOrderEachTime(ThreadTransport):
+    turn = 0
+
+    def all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
+        every = self.exchange(op, x)
+        if op == "max" or x.numel() != 1024:
+            return reduced(every, op)
+        self.turn += 1
+        return summed(every[self.turn % 2 :] + every[: self.turn % 2])
+
+
+wrong(
+    "test_same_bits",
+    of="all_reduce",
+    EachRankStartsItsSumWithItself=lambda t, x, op, _: reduced(from_me(t, x), op),
+    EachRankStartsALargeSumWithItself=lambda t, x, op, _: op == "sum" and x.numel() > LARGE and summed(from_me(t, x)),
+    EachRankStartsASumAbove256KiBWithItself=lambda t, x, op, _: (
+        op == "sum" and x.numel() > 1 << 16 and summed(from_me(t, x))
+    ),
+    MaximumOfTwoZerosIsItsOwn=lambda t, out, x, op, _: (
+        op == "max" and torch.where((out == 0) & (x == 0), x.detach(), out)
+    ),
+)
+# -- shapes, sizes, strides --------------------------------------------------------------------------------
+wrong("test_strides all_gather", ReadsMemoryAndNotStrides=lambda t, right, x, dim: right(packed(x), dim))
+wrong("test_empty all_reduce", CannotSumNothing=lambda t, out, x, *_: not x.numel() and out.new_zeros(1))
+wrong("test_empty all_gather", NothingIsFloat=lambda t, out, x, dim: not x.numel() and out.float())
+wrong(
+    "test_no_dims all_reduce",
+    Full,
+    SumsOfNoDimsHaveOne=lambda t, right, x, op, donate: x.ndim == 0 and op == "sum" and right(x.reshape(1), op, donate),
+    WholeNumbersWithoutDimsAreLong=lambda t, out, x, *_: x.ndim == 0 and x.dtype is torch.int32 and out.long(),
+)
+wrong("test_no_dims broadcast", BroadcastsOfNoDimsHaveOne=lambda t, right, x, src: right(torch.atleast_1d(x), src))
+wrong(
+    "test_odd_memory broadcast",
+    ReadsFromTheBeginningOfMemory=lambda t, right, x, src: (
+        x.is_contiguous() and right(x.detach().as_strided(x.shape, x.stride(), 0), src)
+    ),
+)
+wrong(
+    "test_odd_memory all_gather",
+    TakesOneElementForAll=lambda t, right, x, dim: (
+        0 in x.stride() and x.numel() > 4 and right(torch.cat([x[:1], torch.zeros_like(x[1:])]), dim)
+    ),
+)
+wrong(
+    "test_large all_reduce",
+    ReducesInPlaceWhatIsLarge=lambda t, out, x, *_: x.numel() > LARGE and x.detach().copy_(out),
+    CompressesLargeSums=lambda t, right, x, op, donate: (
+        op == "sum" and x.dtype is torch.float32 and x.numel() > LARGE and right(x.bfloat16(), op, donate).float()
+    ),
+)
+wrong(
+    "test_large reduce_scatter",
+    ScattersSumsInHalfPrecision=lambda t, right, x, dim: (
+        x.dtype is torch.float32 and x.numel() >= 1024 and right(x.bfloat16(), dim).float()
+    ),
+)
+wrong(
+    "test_large all_to_all",
+    TradesLargeColumnsInReverse=lambda t, out, x, split, concat: (
+        x.numel() > LARGE and split > 0 and torch.cat(out.chunk(t.size, concat)[::-1], concat)
+    ),
+)
+wrong(
+    "test_large all_gather",
+    Full,
+    LosesWhatComesAfter64KiB=lambda t, out, x, dim: (
+        x.nbytes > 1 << 16 and without(out, (1 << 16) // x.itemsize, x.numel())
+    ),
+    GathersLargeMatricesAlongTheFirstDim=lambda t, right, x, dim: (
+        x.numel() > LARGE and right(x, 0).view(right(x, dim).shape)
+    ),
+    ReadsLargeMemoryAndNotStrides=lambda t, right, x, dim: x.numel() > LARGE and right(packed(x), dim),
+    CountsEightBytesAsFour=lambda t, out, x, dim: (
+        x.itemsize == 8 and x.nbytes > 1 << 16 and without(out, x.numel() // 2, x.numel())
+    ),
+    LosesTheLastOfExactly64KiB=lambda t, out, x, dim: x.nbytes == 1 << 16 and without(out, x.numel() - 1, x.numel()),
+)
+
+
+@mutant("test_large all_gather")
+class SendsBeforeItReceives(ThreadTransport):
+    """As a network without room for 16 MB would leave it: nobody comes to receive."""
+
+    def exchange(self, call: str, x: Tensor) -> list[Tensor]:
+        if x.nbytes >= 1 << 24:
+            raise BackendError(f"deadlock: all send {x.nbytes} bytes and nobody receives")
+        return super().exchange(call, x)
+
+
+# -- memory ------------------------------------------------------------------------------------------------
+def turned(out: Tensor) -> Tensor:
+    return out.transpose(0, -1).contiguous().transpose(0, -1)
+
+
+def zeroed(x: Tensor, out: Tensor) -> Tensor:
+    x.detach().zero_()
+    return out
+
+
+wrong("test_memory all_to_all", TradesIntoATransposedView=lambda t, out, x, split, concat: turned(out))
+wrong("test_memory permute", StaysItsInput=lambda t, out, x, to: x.detach() if to[t.index] == t.index else out)
+wrong(
+    "test_memory all_reduce",
+    ReducesInPlace=lambda t, out, x, op, donate: x.detach().copy_(out),
+    LeavesAutogradAttached=lambda t, out, x, op, donate: out + 0 * x if x.requires_grad else out,
+    KeepsDenseStrides=lambda t, out, x, op, donate: torch.empty_like(x.detach()).copy_(out),
+)
+wrong(
+    "test_memory all_reduce max",
+    ReturnsItsInputIfThatIsTheMaximum=lambda t, out, x, op, _: op == "max" and torch.equal(out, x) and x.detach(),
+)
+wrong(
+    "test_memory reduce_scatter",
+    ClearsItsInput=lambda t, out, x, dim: zeroed(x, out),
+    ReturnsASliceOfALargerTensor=lambda t, x, dim: summed(t.exchange("reduce_scatter", x)).chunk(t.size, dim)[t.index],
+)
+wrong(
+    "test_memory all_gather",
+    ReturnsATransposedView=lambda t, out, x, dim: turned(out),
+    UsesOneBufferAgain=lambda t, out, x, dim: (
+        x.shape == (8, 4, 4) and first(t, "kept", out.flatten()).copy_(out.flatten()).view(out.shape)
+    ),
+)
+wrong("test_memory broadcast", SendersOutputIsItsInput=lambda t, out, x, src: x.detach() if t.index == src else out)
+
+
+@mutant("test_donated")
+class WritesToTheEndOfTheStorage(ThreadTransport):
+    def all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
+        out = super().all_reduce(x, op, donate)
+        if donate and x.storage_offset():
+            x.detach().as_strided((x.untyped_storage().nbytes() // x.itemsize,), (1,), 0).zero_()
+        return out
+
+
+def small(t: ThreadTransport, x: Tensor) -> bool:
+    """As of the test of calls like others, over the world."""
+    return x.shape == (4, 4) and t.size == t._world.size
+
+
+wrong(
+    "test_again all_gather",
+    # of calls with one tensor after the other, and not of those with one tensor again and again
+    KeepsItsResultBufferByShape=lambda t, out, x, dim: (
+        small(t, x) and x.dtype is torch.float32 and first(t, f"kept {dim}", out).copy_(out)
+    ),
+    KeepsStridesByAddress=lambda t, right, x, dim: (
+        (x.numel(), x.ndim) == (16, 2)
+        and right(x.detach().as_strided(x.shape, first(t, f"{x.data_ptr()} {x.dtype}", x.stride())), dim)
+    ),
+)
+wrong(
+    "test_again all_reduce",
+    KeepsAPlanByShapeWithoutDtype=lambda t, out, x, *_: (
+        small(t, x) and x.dtype is not torch.bfloat16 and out.to(first(t, "plan", out).dtype)
+    ),
+)
+wrong(
+    "test_again all_to_all",
+    KeepsAPlanBySizeWithoutShape=lambda t, out, x, *dims: (
+        (x.numel(), x.ndim, t.size) == (32, 2, t._world.size) and out.view(first(t, f"{dims}", out).shape)
+    ),
+)
+wrong(
+    "test_modes all_reduce",
+    KeepsViewsOfInferenceMode=lambda t, out, x, *_: (
+        x.shape == (4, 12) and first(t, "view", torch.empty_like(out)).copy_(out).clone()
+    ),
+)
+
+
+@mutant("test_modes permute")
+class ReturnsInferenceTensors(ThreadTransport):
+    def permute(self, x: Tensor, to: tuple[int, ...]) -> Tensor:
+        with torch.inference_mode():
+            return super().permute(x, to)
+
+
+@mutant("test_sizes all_gather")
+class ReturnsOneOfTwoBuffersAbove1MB(ThreadTransport):
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        return torch.cat(self.exchange("gather", x)[::-1], dim)
+        out = super().all_gather(x, dim)
+        if out.nbytes <= 1_000_000:
+            return out
+        turn = vars(self)["turn"] = 1 - vars(self).get("turn", 0)
+        return first(self, f"{turn} {out.shape} {out.dtype}", out).copy_(out)
 
 
-@mutant("test_values all_gather")
-class GathersAlongTheFirstDim(ThreadTransport):
-    def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        return torch.cat(self.exchange("gather", x), 0)
+wrong(
+    "test_sizes broadcast",
+    SendersOutputIsItsInputAbove64KiB=lambda t, out, x, src: t.index == src and x.nbytes > 1 << 16 and x.detach(),
+)
 
 
-@mutant("test_values all_gather")
-class GathersOnlyItself(ThreadTransport):
-    def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        return torch.cat([x.detach()] * self.size, dim)
+@mutant("test_sizes permute")
+class SendsWhatTheTensorHeldBefore(ThreadTransport):
+    """As a plan does that has packed the tensor object before."""
+
+    def permute(self, x: Tensor, to: tuple[int, ...]) -> Tensor:
+        packed = vars(self).setdefault("packed", {})
+        if packed.get("tensor") is not x or packed["to"] != to:
+            packed.update(tensor=x, to=to, data=x.detach().clone())
+        return super().permute(packed["data"], to)
 
 
-@mutant("test_values all_reduce")
-class SumIsMax(ThreadTransport):
-    def all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
-        return super().all_reduce(x, "max", donate)
+def kept(t: Any, name: str, tensor: Tensor, out: Tensor, every: int = 1) -> Tensor:
+    """``out``, after a call that leaves ``tensor`` in use, each time or at every n-th call."""
+    vars(t).setdefault(name, []).append(tensor if len(vars(t)[name]) % every == every - 1 else None)
+    return out
 
 
-@mutant("test_values all_reduce max")
-class MaxIsSum(ThreadTransport):
-    def all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
-        return super().all_reduce(x, "sum", donate)
+wrong(
+    "test_freed",
+    of="all_gather",
+    KeepsAllItHasSent=lambda t, out, x, dim: kept(t, "sent", x.detach().clone(), out),
+    LeaksAKilobyteACall=lambda t, out, x, dim: kept(t, "leak", torch.empty(1024, dtype=torch.uint8), out),
+)
+wrong("test_freed", of="all_reduce", KeepsEvery20thResult=lambda t, out, x, *_: kept(t, "results", out, out, 20))
+
+# -- what is under way -------------------------------------------------------------------------------------
+wrong(
+    "test_started",
+    Full,
+    of="start_reduce_scatter",
+    ScattersWhatItFindsAtTheWait=lambda t, x, dim, donate: late(x, lambda: t.reduce_scatter(x, dim)),
+)
+wrong(
+    "test_started",
+    Full,
+    of="start_all_reduce",
+    ReadsItsInputWhenItWaits=lambda t, x, op, donate: late(x, lambda: t.all_reduce(x, op, donate)),
+    ReadsHalvesWhenItWaits=lambda t, right, x, op, donate: (
+        late(x, lambda: t.all_reduce(x, op, donate)) if x.dtype in HALVES else right(x, op, donate)
+    ),
+)
 
 
-@mutant("test_values all_reduce")
-class LeavesOutTheLast(ThreadTransport):
-    def all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
-        peers = self.exchange("sum", x)
-        return summed(peers[:-1]) if op == "sum" else torch.stack(peers).amax(0)
-
-
-@mutant("test_values all_reduce")
-class AveragesInsteadOfSumming(ThreadTransport):
-    def all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
-        total = super().all_reduce(x, op, donate)
-        return (total.double() / self.size).to(x.dtype) if op == "sum" else total
-
-
-@mutant("test_values all_reduce")
-class SumsBoolsAsNumbersOfAnotherDtype(ThreadTransport):
-    def all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
-        return super().all_reduce(x.to(torch.uint8) if x.dtype is torch.bool else x, op, donate)
-
-
-@mutant("test_values all_reduce max")
-class MaxStartsFromZeroOfOneRank(ThreadTransport):
-    def all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
-        peers = self.exchange(op, x)
-        return summed(peers) if op == "sum" else peers[0].clone()
-
-
-@mutant("test_values start_all_reduce")
-class StartedReduceForgetsTheOp(ThreadTransport):
-    def start_all_reduce(self, x: Tensor, op: Op, donate: bool) -> Pending:
-        out = self.all_reduce(x, "max", donate)
-        return lambda: out
-
-
-@mutant("test_values start_reduce_scatter")
-class StartedScatterForgetsTheDim(ThreadTransport):
-    def start_reduce_scatter(self, x: Tensor, dim: int, donate: bool) -> Pending:
-        out = self.reduce_scatter(x, 0) if x.shape[0] % self.size == 0 else self.reduce_scatter(x, dim)
-        return lambda: out
+def late(x: Tensor, make: Callable[[], Tensor]) -> Pending:
+    """Large ones are sent at the wait, once: in the order of the starts, as a queue of the device has it."""
+    wait = once(make)
+    if x.numel() < 100_000:
+        wait()
+    return wait
 
 
 @mutant("test_started")
-class ScattersWhatItFindsAtTheWait(ThreadTransport):
-    def start_reduce_scatter(self, x: Tensor, dim: int, donate: bool) -> Pending:
-        done: list[Tensor] = []
+class WaitsTwiceForTwoSums(ThreadTransport):
+    def start_all_reduce(self, x: Tensor, op: Op, donate: bool) -> Pending:
+        out, seen = self.all_reduce(x, op, donate), []
 
         def wait() -> Tensor:
-            if not done:
-                done.append(self.reduce_scatter(x, dim))
-            return done[0]
+            seen.append(0)
+            return out if len(seen) == 1 else out * 2
 
-        if x.numel() < 100_000:
-            wait()
         return wait
 
 
-@mutant("test_values start_permute")
-class StartedPermuteGoesBackwards(ThreadTransport):
-    def start_permute(self, x: Tensor, to: tuple[int, ...]) -> Pending:
-        out = self.permute(x, tuple(to.index(i) if i in to else -1 for i in range(len(to))))
-        return lambda: out
+@mutant("test_overlap")
+class MixesUpWhatIsUnderWay(ThreadTransport):
+    def start_all_reduce(self, x: Tensor, op: Op, donate: bool) -> Pending:
+        self._last = self.all_reduce(x, op, donate)
+        return lambda: self._last
 
 
-@mutant("test_values reduce_scatter")
-class KeepsTheNextRanksChunk(ThreadTransport):
-    def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
-        total = summed(self.exchange("reduce_scatter", x))
-        return total.chunk(self.size, dim)[(self.index + 1) % self.size].contiguous()
+@mutant("test_overlap")
+class SendsWhenItWaits(ThreadTransport):
+    def start_all_reduce(self, x: Tensor, op: Op, donate: bool) -> Pending:
+        taken = x.detach().clone()
+        return once(lambda: self.all_reduce(taken, op, False))
 
 
-@mutant("test_values reduce_scatter")
-class ScattersWithoutReducing(ThreadTransport):
-    def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
-        return mine(self, x.detach(), dim)
+@mutant("test_interleaved", Plain)
+class GroupsShareWhatIsUnderWay(Plain):
+    def connect(self, group: Group, rank: int) -> ThreadTransport:
+        last: list[Tensor] = vars(self).setdefault("_last", [torch.zeros(0)])
+
+        class Sharing(ThreadTransport):
+            def start_all_reduce(self, x: Tensor, op: Op, donate: bool) -> Pending:
+                out = last[0] = self.all_reduce(x, op, donate)
+                return lambda: last[0] if out.shape == (6,) else out
+
+        return Sharing(group, rank, self._world)
 
 
-@mutant("test_values reduce_scatter")
-class ScattersAlongTheLastDim(ThreadTransport):
-    def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
-        dim = x.ndim - 1 if x.shape[-1] % self.size == 0 else dim
-        return super().reduce_scatter(x, dim)
+# -- the number of calls -----------------------------------------------------------------------------------
+def stale(nth: int) -> Callable[..., Tensor]:
+    """The ``nth`` call returns the result of the call before."""
+
+    def method(t: Any, out: Tensor, x: Tensor, *arguments: Any) -> Tensor:
+        state = vars(t)
+        state["calls"] = state.get("calls", 0) + 1
+        before, state["before"] = state.get("before", out), out.clone()
+        again = state["calls"] % nth == 0 and before.shape == out.shape and before.dtype == out.dtype
+        return before if again else out
+
+    return method
 
 
-@mutant("test_values broadcast")
-class AlwaysBroadcastsTheFirst(ThreadTransport):
-    def broadcast(self, x: Tensor, src: int) -> Tensor:
-        return super().broadcast(x, 0)
+for _name in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "permute"):
+    wrong(f"test_many {_name}", **{f"RepeatsTheThousandth_{_name}": stale(1000)})
+wrong("test_many all_reduce", CountsCallsIn16Bits=stale(1 << 16))
 
 
-@mutant("test_values broadcast")
-class BroadcastsFromTheNeighbour(ThreadTransport):
-    def broadcast(self, x: Tensor, src: int) -> Tensor:
-        return super().broadcast(x, (src + 1) % self.size)
+@mutant("test_many start_all_reduce")
+class RepeatsTheThousandthStart(ThreadTransport):
+    def start_all_reduce(self, x: Tensor, op: Op, donate: bool) -> Pending:
+        out = self.all_reduce(x, op, donate)
+        kept = vars(self)
+        kept["calls"] = kept.get("calls", 0) + 1
+        before, kept["before"] = kept.get("before", out), out
+        return lambda: before.clone() if kept["calls"] % 1000 == 0 and before.shape == out.shape else out
 
 
-@mutant("test_values all_to_all")
-class TradesInReverse(ThreadTransport):
-    def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Tensor:
-        every = self.exchange("trade", x)[::-1]
-        return torch.cat([mine(self, t, split_dim) for t in every], concat_dim)
+@mutant("test_many all_gather")
+class SmallResultsComeFrom64Buffers(ThreadTransport):
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        out, kept = super().all_gather(x, dim), vars(self)
+        turn = kept["turn"] = kept.get("turn", 0) + 1
+        if out.numel() > 64:
+            return out
+        return first(self, f"{turn % 64} {out.shape} {out.dtype} {out.is_inference()}", torch.empty_like(out)).copy_(
+            out
+        )
 
 
-@mutant("test_values all_to_all")
-class TradesAlongTheSplitDim(ThreadTransport):
-    def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Tensor:
-        return super().all_to_all(x, split_dim, split_dim)
+@mutant("test_many")
+class CountsCallsInAByte(ThreadTransport):
+    calls = 0
 
-
-@mutant("test_memory all_to_all")
-class TradesIntoATransposedView(ThreadTransport):
-    def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Tensor:
-        out = super().all_to_all(x, split_dim, concat_dim)
-        return out.transpose(0, -1).contiguous().transpose(0, -1)
-
-
-@mutant("test_values permute")
-class PermutesBackwards(ThreadTransport):
-    def permute(self, x: Tensor, to: tuple[int, ...]) -> Tensor:
-        return super().permute(x, inverse(to))
-
-
-@mutant("test_values permute")
-class KeepsItsOwnWhereNobodySends(ThreadTransport):
-    def permute(self, x: Tensor, to: tuple[int, ...]) -> Tensor:
-        out = super().permute(x, to)
-        return out if self.index in to else x.detach().clone()
-
-
-@mutant("test_memory permute")
-class StaysItsInput(ThreadTransport):
-    def permute(self, x: Tensor, to: tuple[int, ...]) -> Tensor:
-        out = super().permute(x, to)
-        return x.detach() if to[self.index] == self.index else out
-
-
-@mutant("test_transposes permute")
-class OnlyEverPermutesOnce(ThreadTransport):
-    seen = 0
-
-    def permute(self, x: Tensor, to: tuple[int, ...]) -> Tensor:
-        out = super().permute(x, to)
-        self.seen += x.shape == (4, 8) and x.is_floating_point() and -9 < float(x.amin()) < 0
-        return torch.zeros_like(out) if self.seen > 1 else out
-
-
-@mutant("test_moved_dtypes all_gather")
-class DropsTheImaginaryPart(ThreadTransport):
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         out = super().all_gather(x, dim)
-        return torch.complex(out.real, torch.zeros_like(out.real)) if x.is_complex() else out
+        if x.numel() > 1:
+            return out
+        self.calls += 1
+        kept, self._kept = getattr(self, "_kept", out), out
+        return kept.clone() if self.calls % 256 == 0 else out
+
+
+# -- groups, gradients, random streams, the declaration ----------------------------------------------------
+def grouped(change: Callable[[Group], Group]) -> Callable[..., ThreadTransport]:
+    return lambda self, group, rank: ThreadTransport(change(group), rank, self._world)
+
+
+def neighbours(group: Group) -> Group:
+    """Cut out of neighbours, whatever the axis."""
+    ranks, n = sorted(r for part in group.partition for r in part), group.size
+    return Group(group.axes, tuple(tuple(ranks[i : i + n]) for i in range(0, len(ranks), n)))
+
+
+def backwards(group: Group) -> Group:
+    """Members, but not of the first group."""
+    return Group(group.axes, (group.partition[0], *(part[::-1] for part in group.partition[1:])))
+
+
+def in_order(group: Group) -> Group:
+    return replace(group, partition=tuple(tuple(sorted(part)) for part in group.partition))
+
+
+def whole_axis(group: Group) -> Group:
+    """For a part of it."""
+    every = tuple(r for part in group.partition for r in part)
+    return group if group.within is None else Group(group.axes, (every,))
+
+
+for _change in (neighbours, backwards, in_order, whole_axis):
+    mutant("test_groups all_gather")(type(f"Takes_{_change.__name__}", (Plain,), {"connect": grouped(_change)}))
 
 
 @mutant("test_joined")
@@ -232,368 +578,60 @@ class RankIsAScalar(ThreadTransport):
         self.position = self.position[0]
 
 
-@mutant("test_strides all_gather")
-class ReadsMemoryAndNotStrides(ThreadTransport):
-    def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        if not x.is_contiguous():
-            x = x.detach().as_strided(x.shape, torch.empty(x.shape).stride())
-        return super().all_gather(x, dim)
+wrong(
+    "test_transpose_law copy",
+    of="all_reduce",
+    NoAllReduceInBackward=lambda t, right, x, op, donate: x.detach().clone() if in_backward() else right(x, op, donate),
+)
+wrong(
+    "test_transpose_law all_gather",
+    of="reduce_scatter",
+    NoReduceScatterInBackward=lambda t, right, x, dim: mine(t, x, dim) if in_backward() else right(x, dim),
+)
 
 
-@mutant("test_empty all_reduce")
-class CannotSumNothing(ThreadTransport):
-    def all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
-        out = super().all_reduce(x, op, donate)
-        return out if x.numel() else out.new_zeros(1)
+@mutant("test_transposes permute")
+class OnlyEverPermutesOnce(ThreadTransport):
+    seen = 0
 
-
-@mutant("test_memory all_reduce")
-class ReducesInPlace(ThreadTransport):
-    def all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
-        return x.detach().copy_(super().all_reduce(x, op, donate))
-
-
-@mutant("test_memory reduce_scatter")
-class ClearsItsInput(ThreadTransport):
-    def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
-        out = super().reduce_scatter(x, dim)
-        x.detach().zero_()
-        return out
-
-
-@mutant("test_memory all_gather")
-class ReturnsATransposedView(ThreadTransport):
-    def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        out = super().all_gather(x, dim)
-        return out.transpose(0, -1).contiguous().transpose(0, -1)
-
-
-@mutant("test_memory reduce_scatter")
-class ReturnsASliceOfALargerTensor(ThreadTransport):
-    def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
-        total = summed(self.exchange("reduce_scatter", x))
-        return total.chunk(self.size, dim)[self.index]
-
-
-@mutant("test_memory all_gather")
-class UsesOneBufferAgain(ThreadTransport):
-    def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        out = super().all_gather(x, dim)
-        if x.shape != (4, 8, 4):
-            return out
-        if not hasattr(self, "_buffer"):
-            self._buffer = out.flatten()
-        return self._buffer.copy_(out.flatten()).view(out.shape)
-
-
-@mutant("test_memory broadcast")
-class SendersOutputIsItsInput(ThreadTransport):
-    def broadcast(self, x: Tensor, src: int) -> Tensor:
-        out = super().broadcast(x, src)
-        return x.detach() if self.index == src else out
-
-
-@mutant("test_memory all_reduce")
-class LeavesAutogradAttached(ThreadTransport):
-    def all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
-        out = super().all_reduce(x, op, donate)
-        return out + 0 * x if x.requires_grad else out
-
-
-# -- at the edges: size, dims, values, memory, what is kept between calls ----------------------------------
-@mutant("test_again all_gather")
-class KeepsItsResultBufferByShape(ThreadTransport):
-    """Of calls with one tensor after the other, and not of those with one tensor again and again."""
-
-    def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        out = super().all_gather(x, dim)
-        if x.shape != (4, 4) or x.dtype is not torch.float32 or self.size != self._world.size:
-            return out
-        if not hasattr(self, "_kept"):
-            self._kept: dict[int, Tensor] = {}
-        return self._kept.setdefault(dim, out).copy_(out)
-
-
-@mutant("test_values all_reduce max")
-class MaxIsNeverNegative(ThreadTransport):
-    def all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
-        out = super().all_reduce(x, op, donate)
-        return out.clamp(min=0) if op == "max" and x.dtype.is_signed else out
-
-
-@mutant("test_large all_reduce")
-class ReducesInPlaceWhatIsLarge(ThreadTransport):
-    def all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
-        out = super().all_reduce(x, op, donate)
-        return x.detach().copy_(out) if x.numel() > 4096 else out
-
-
-@mutant("test_large all_gather")
-class LosesWhatComesAfter64KiB(ThreadTransport):
-    def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        out = super().all_gather(x, dim)
-        if x.nbytes > 1 << 16:
-            out.view(-1)[(1 << 16) // x.element_size() : x.numel()] = 0
-        return out
-
-
-@mutant("test_large all_gather")
-class SendsBeforeItReceives(ThreadTransport):
-    """As a network without room for 16 MB would leave it: nobody comes to receive."""
-
-    def exchange(self, call: str, x: Tensor) -> list[Tensor]:
-        if x.nbytes >= 1 << 24:
-            raise BackendError(f"deadlock: all send {x.nbytes} bytes and nobody receives")
-        return super().exchange(call, x)
-
-
-@mutant("test_no_dims all_reduce")
-class SumsOfNoDimsHaveOne(ThreadTransport):
-    def all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
-        return super().all_reduce(x.reshape(1) if x.ndim == 0 and op == "sum" else x, op, donate)
-
-
-@mutant("test_no_dims broadcast")
-class BroadcastsOfNoDimsHaveOne(ThreadTransport):
-    def broadcast(self, x: Tensor, src: int) -> Tensor:
-        return super().broadcast(torch.atleast_1d(x), src)
-
-
-@mutant("test_values broadcast")
-class BroadcastsByMultiplyingWithZero(ThreadTransport):
-    def broadcast(self, x: Tensor, src: int) -> Tensor:
-        if not x.is_floating_point():
-            return super().broadcast(x, src)
-        return summed(self.exchange("sum", x.detach() * float(self.index == src)))
-
-
-@mutant("test_odd_values all_reduce max")
-class MaxLeavesOutNaN(ThreadTransport):
-    def all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
-        return summed(self.exchange(op, x)) if op == "sum" else functools.reduce(torch.fmax, self.exchange(op, x))
-
-
-@mutant("test_started")
-class ReadsItsInputWhenItWaits(ThreadTransport):
-    def start_all_reduce(self, x: Tensor, op: Op, donate: bool) -> Pending:
-        done: list[Tensor] = []
-
-        def wait() -> Tensor:
-            if not done:
-                done.append(self.all_reduce(x, op, donate))
-            return done[0]
-
-        # in the order of the starts, as a queue of the device has it
-        if x.numel() < 100_000:
-            wait()
-        return wait
-
-
-@mutant("test_started")
-class WaitsTwiceForTwoSums(ThreadTransport):
-    def start_all_reduce(self, x: Tensor, op: Op, donate: bool) -> Pending:
-        out, seen = self.all_reduce(x, op, donate), []
-
-        def wait() -> Tensor:
-            seen.append(0)
-            return out if len(seen) == 1 else out * 2
-
-        return wait
-
-
-@mutant("test_values all_gather")
-class ForgetsTheSignOfZero(ThreadTransport):
-    def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        out = super().all_gather(x, dim)
-        return out + 0 if out.is_floating_point() else out
-
-
-@mutant("test_values all_to_all")
-class TradesFiniteNumbersOnly(ThreadTransport):
-    def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Tensor:
-        return super().all_to_all(torch.nan_to_num(x) if x.is_floating_point() else x, split_dim, concat_dim)
-
-
-@mutant("test_values permute")
-class FillsWithZeroTimesWhatItHas(ThreadTransport):
     def permute(self, x: Tensor, to: tuple[int, ...]) -> Tensor:
         out = super().permute(x, to)
-        return out if self.index in to or not x.is_floating_point() else 0 * x.detach()
+        self.seen += x.shape == (4, 8) and x.is_floating_point() and -9 < float(x.amin()) < 0
+        return torch.zeros_like(out) if self.seen > 1 else out
 
 
-@mutant("test_odd_memory broadcast")
-class ReadsFromTheBeginningOfMemory(ThreadTransport):
-    def broadcast(self, x: Tensor, src: int) -> Tensor:
-        if x.storage_offset() and x.is_contiguous():
-            x = x.detach().as_strided(x.shape, x.stride(), 0)
-        return super().broadcast(x, src)
-
-
-@mutant("test_odd_memory all_gather")
-class TakesOneElementForAll(ThreadTransport):
-    def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        if 0 in x.stride() and x.numel() > 4:
-            x = torch.cat([x[:1], torch.zeros_like(x[1:])])
-        return super().all_gather(x, dim)
-
-
-@mutant("test_modes all_reduce")
-class KeepsViewsOfInferenceMode(ThreadTransport):
-    def all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
-        out = super().all_reduce(x, op, donate)
-        if x.shape != (4, 12):
-            return out
-        if not hasattr(self, "_view"):
-            self._view = torch.empty_like(out)
-        return self._view.copy_(out).clone()
-
-
-@mutant("test_modes permute")
-class ReturnsInferenceTensors(ThreadTransport):
-    def permute(self, x: Tensor, to: tuple[int, ...]) -> Tensor:
-        with torch.inference_mode():
-            return super().permute(x, to)
-
-
-@mutant("test_precision float32")
-class SumsInHalfPrecision(ThreadTransport):
-    def all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
-        wire = x.bfloat16() if x.dtype is torch.float32 and x.numel() == 1024 else x
-        return super().all_reduce(wire, op, donate).to(x.dtype)
-
-
-@mutant("test_values all_reduce")
-class SumsWholeNumbersAsFloats(ThreadTransport):
-    def all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
-        if x.dtype is not torch.int64:
-            return super().all_reduce(x, op, donate)
-        return super().all_reduce(x.double(), op, donate).to(torch.int64)
-
-
-@mutant("test_precision float32")
-class SumsInAnotherOrderEachTime(ThreadTransport):
-    turn = 0
-
-    def all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
-        every = self.exchange(op, x)
-        if op == "max" or x.numel() != 1024:
-            return summed(every) if op == "sum" else torch.stack(every).amax(0)
-        self.turn += 1
-        return summed(every[self.turn % 2 :] + every[: self.turn % 2])
-
-
-@mutant("test_precision bfloat16")
-class MaxIsRoundedUp(ThreadTransport):
-    def all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
-        out = super().all_reduce(x, op, donate)
-        return out * 1.01 if op == "max" and x.dtype is torch.bfloat16 and x.numel() == 1024 else out
-
-
-@mutant("test_again all_reduce")
-class KeepsAPlanByShapeWithoutDtype(ThreadTransport):
-    def all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
-        plans = vars(self).setdefault("_plans", {})
-        out = super().all_reduce(x, op, donate)
-        if x.shape != (4, 4) or x.dtype is torch.bfloat16 or self.size != self._world.size:
-            return out
-        return out.to(plans.setdefault(x.shape, x.dtype))
-
-
-@mutant("test_again all_to_all")
-class KeepsAPlanBySizeWithoutShape(ThreadTransport):
-    def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Tensor:
-        out = super().all_to_all(x, split_dim, concat_dim)
-        if x.numel() != 32 or x.ndim != 2 or self.size != self._world.size:
-            return out
-        shape = vars(self).setdefault("_plans", {}).setdefault((split_dim, concat_dim), out.shape)
-        return out.view(shape)
-
-
-@mutant("test_interleaved", Plain)
-class GroupsShareWhatIsUnderWay(Plain):
-    def connect(self, group: Group, rank: int) -> ThreadTransport:
-        last: list[Tensor] = vars(self).setdefault("_last", [torch.zeros(0)])
-
-        class Sharing(ThreadTransport):
-            def start_all_reduce(self, x: Tensor, op: Op, donate: bool) -> Pending:
-                out = last[0] = self.all_reduce(x, op, donate)
-                return lambda: last[0] if out.shape == (6,) else out
-
-        return Sharing(group, rank, self._world)
-
-
-@mutant("test_overlap")
-class MixesUpWhatIsUnderWay(ThreadTransport):
-    def start_all_reduce(self, x: Tensor, op: Op, donate: bool) -> Pending:
-        self._last = self.all_reduce(x, op, donate)
-        return lambda: self._last
-
-
-@mutant("test_same_bits")
-class EachRankStartsItsSumWithItself(ThreadTransport):
-    def all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
-        peers, me = self.exchange(op, x), self.index
-        peers = peers[me:] + peers[:me]
-        return summed(peers) if op == "sum" else torch.stack(peers).amax(0)
-
-
-@mutant("test_groups all_gather", Plain)
-class TakesTheWrongGroups(Plain):
-    """Cuts every group out of neighbours, whatever the axis."""
-
-    def connect(self, group: Group, rank: int) -> ThreadTransport:
-        ranks = sorted(r for part in group.partition for r in part)
-        n = group.size
-        parts = tuple(tuple(ranks[i : i + n]) for i in range(0, len(ranks), n))
-        return ThreadTransport(Group(group.axes, parts), rank, self._world)
-
-
-@mutant("test_groups all_gather", Plain)
-class OrdersItsMembersBackwards(Plain):
-    """Only in groups that are not the first."""
-
-    def connect(self, group: Group, rank: int) -> ThreadTransport:
-        parts = (group.partition[0], *(part[::-1] for part in group.partition[1:]))
-        return ThreadTransport(Group(group.axes, parts), rank, self._world)
-
-
-@mutant("test_transpose_law copy")
-class NoAllReduceInBackward(ThreadTransport):
-    def all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
-        return x.detach().clone() if in_backward() else super().all_reduce(x, op, donate)
-
-
-@mutant("test_transpose_law all_gather")
-class NoReduceScatterInBackward(ThreadTransport):
-    def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
-        return mine(self, x, dim) if in_backward() else super().reduce_scatter(x, dim)
-
-
-@mutant("test_random_streams", Plain)
+@mutant("test_random_streams")
 class ForgetsItsRandomState(Plain):
     def set_rng_state(self, state: Tensor) -> None:
         pass
 
 
-@mutant("test_random_streams", Plain)
+@mutant("test_random_streams")
 class SeedsAllAlike(Plain):
     def manual_seed(self, seed: int) -> None:
         torch.default_generator.manual_seed(1)
 
 
-@mutant("test_declaration", Plain)
+@mutant("test_random_streams")
+class TakesAByteOfTheSeed(Plain):
+    def manual_seed(self, seed: int) -> None:
+        super().manual_seed(seed & 0xFF)
+
+
+@mutant("test_random_streams")
+class ItsRandomStateIsLive(Plain):
+    def get_rng_state(self) -> Tensor:
+        return first(self, "_live", super().get_rng_state()).copy_(super().get_rng_state())
+
+
+@mutant("test_declaration")
 class OfAnotherInterface(Plain):
     interface = 1
 
 
-class Half(Transport):
-    def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        return x
-
-
-@mutant("test_declaration", Plain)
+@mutant("test_declaration")
 class HasNoReduceScatter(Plain):
-    transport_class = Half  # type: ignore[assignment]
+    transport_class = type("Half", (Transport,), {"all_gather": lambda self, x, dim: x})  # type: ignore[assignment]
 
 
 class Tracing(Plain):
@@ -616,19 +654,80 @@ class Traces(Tracing):
         return current().comm(*axes.split("."))
 
 
-class Quiet(ThreadTransport):
-    def all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
-        return x
+def loading(**methods: Callable[..., Any]) -> None:
+    """Backends that load a program in another way: functions of the right way, of the weights, and of the rank."""
+    for name, method in methods.items():
+
+        def load(self: Traces, folder: Path, weights: Any, method: Callable[..., Any] = method) -> Any:
+            return method(functools.partial(Traces.load_program, self, folder), weights, self._rank)
+
+        mutant("test_traces")(type(name, (Traces,), {"load_program": load}))
 
 
-@mutant("test_traces", Traces)
+def cloned(weights: Any) -> Any:
+    return {name: w.clone() for name, w in weights.items()}
+
+
+def of_rank_1(x: Tensor) -> Tensor:
+    return current().world.broadcast(x, 1)
+
+
+def kept_outputs(program: Any) -> Any:
+    """Its output buffers again."""
+    kept: dict[Any, Any] = {}
+
+    def call(inputs: Any) -> Any:
+        found = program(inputs)
+        for old, new in zip(kept.setdefault(inputs[0].shape, found), found, strict=True):
+            old.copy_(new)
+        return list(kept[inputs[0].shape])
+
+    return call
+
+
+def kept_answers(program: Any, weights: Any) -> Any:
+    """As to this shape before, as long as the weights are the same."""
+    kept: dict[Any, Any] = {}
+
+    def call(inputs: Any) -> Any:
+        key = inputs[0].shape, *(w._version for w in weights.values())
+        if key not in kept:
+            kept[key] = program(inputs)
+        return [x.clone() for x in kept[key]]
+
+    return call
+
+
+def calling(load: Any, weights: Any, change: Callable[..., Any]) -> Any:
+    program = load(weights)
+    return lambda inputs: change(program, inputs)
+
+
+loading(
+    KeepsTheWeightsOfTheFirstLoad=lambda load, weights, rank: load(cloned(weights)),
+    LeavesOneRankItsFirstWeights=lambda load, weights, rank: load(cloned(weights) if rank == 1 else weights),
+    ComputesWithTheWeightsOfRank1=lambda load, weights, rank: load({n: of_rank_1(w) for n, w in weights.items()}),
+    RunsTheBatchItWasTracedWith=lambda load, weights, rank: calling(
+        load, weights, lambda p, ins: p([x[:2] for x in ins])
+    ),
+    # outputs that all ranks share are right all the same
+    ServesRank1sResultForRank0s=lambda load, weights, rank: calling(
+        load, weights, lambda program, inputs: [of_rank_1(x) for x in program(inputs)]
+    ),
+    ReturnsItsOutputBufferAgain=lambda load, weights, rank: kept_outputs(load(weights)),
+    AnswersAsItDidToThisShape=lambda load, weights, rank: kept_answers(load(weights), weights),
+)
+
+
+@mutant("test_traces")
 class DropsACollectiveInAProgram(Traces):
     def comm_for(self, axes: str) -> Comm:
         found = current().comm(*axes.split("."))
-        return Comm(Quiet(found.group, self._rank, self._world), self.capabilities.sums())
+        quiet = type("Quiet", (ThreadTransport,), {"all_reduce": lambda self, x, op, donate: x})
+        return Comm(quiet(found.group, self._rank, self._world), self.capabilities.sums())
 
 
-@mutant("test_traces", Traces)
+@mutant("test_traces")
 class BakesTheFirstRankIn(Traces):
     def comm_for(self, axes: str) -> Comm:
         found = copy.copy(super().comm_for(axes))
@@ -636,121 +735,98 @@ class BakesTheFirstRankIn(Traces):
         return found
 
 
-@mutant("test_traces", Traces)
-class KeepsTheWeightsOfTheFirstLoad(Traces):
-    def load_program(self, folder: Path, weights: Any) -> Any:
-        return super().load_program(folder, {name: t.clone() for name, t in weights.items()})
-
-
-@mutant("test_traces", Traces)
-class RunsTheBatchItWasTracedWith(Traces):
-    def load_program(self, folder: Path, weights: Any) -> Any:
-        program = super().load_program(folder, weights)
-        return lambda inputs: program([x[:2] for x in inputs])
-
-
-@mutant("test_traces", Traces)
-class LeavesOneRankItsFirstWeights(Traces):
-    def load_program(self, folder: Path, weights: Any) -> Any:
-        if self._rank == self._world.size - 1:
-            weights = {name: t.clone() for name, t in weights.items()}
-        return super().load_program(folder, weights)
-
-
-@mutant("test_traces", Traces)
-class ComputesWithTheWeightsOfRank1(Traces):
-    def load_program(self, folder: Path, weights: Any) -> Any:
-        world = current().world
-        return super().load_program(folder, {name: world.broadcast(t, 1) for name, t in weights.items()})
-
-
-@mutant("test_traces", Traces)
-class ServesRank1sResultForRank0s(Traces):
-    """Outputs that all ranks share are right all the same."""
-
-    def load_program(self, folder: Path, weights: Any) -> Any:
-        program, world = super().load_program(folder, weights), current().world
-        return lambda inputs: [world.broadcast(t, 1) for t in program(inputs)]
-
-
-@mutant("test_traces", Traces)
-class ReturnsItsOutputBufferAgain(Traces):
-    def load_program(self, folder: Path, weights: Any) -> Any:
-        program = super().load_program(folder, weights)
-        kept: dict[Any, Any] = {}
-
-        def call(inputs: Any) -> Any:
-            found = program(inputs)
-            for old, new in zip(kept.setdefault(inputs[0].shape, found), found, strict=True):
-                old.copy_(new)
-            return list(kept[inputs[0].shape])
-
-        return call
-
-
-@mutant("test_traces", Traces)
-class AnswersAsItDidToThisShape(Traces):
-    """As long as its weights are the same."""
-
-    def load_program(self, folder: Path, weights: Any) -> Any:
-        program = super().load_program(folder, weights)
-        kept: dict[Any, Any] = {}
-
-        def call(inputs: Any) -> Any:
-            key = inputs[0].shape, *(t._version for t in weights.values())
-            if key not in kept:
-                kept[key] = program(inputs)
-            return [t.clone() for t in kept[key]]
-
-        return call
-
-
-@mutant("test_traces", Traces)
+@mutant("test_traces")
 class TracesWhatDiffersByRank(Traces):
     def trace(self, fn: Any, weights: Any, inputs: Any, dims: Any, folder: Path) -> None:
         with suppress(BackendError):
             super().trace(fn, weights, inputs, dims, folder)
 
 
-@mutant("test_traces", Plain)
+@mutant("test_traces")
 class DeclaresTracingAndHasNone(Tracing):
     capabilities = Traces.capabilities
 
 
-@mutant("test_traces", Plain)
+@mutant("test_traces")
 class TracesWithoutDeclaringIt(Tracing):
     def trace(self, fn: Any, weights: Any, inputs: Any, dims: Any, folder: Path) -> None:
         pass
 
 
-def kit_for(name: str, caught_by: str) -> type[Kit]:
-    """With all dtypes where a fault is of one of them, with 16 MB for one."""
-    needs = caught_by.startswith("test_values") or name == "SendsBeforeItReceives"
-    return Kit if needs else Sampled
+# -- the kit finds them ------------------------------------------------------------------------------------
+class Large(Kit):
+    large = edges.LARGE
+
+
+class Long(Kit):
+    calls = 70_000
+
+
+class Few(Kit):
+    """In two dtypes: test_kit_threads.py has all."""
+
+    def choices(self) -> dict[str, list[Any]]:
+        return super().choices() | {"dtype": [torch.float32, torch.bool]}
+
+
+KINDS = {"SendsBeforeItReceives": Large, "CountsCallsIn16Bits": Long}
+QUICK = "values memory started again groups transpose_law donated random_streams sizes same_bits odd_values many"
+
+
+@pytest.mark.parametrize("name", first_of(FAULTS, *(f"test_{name}" for name in QUICK.split())))
+def test_the_kit_names_the_fault(name: str) -> None:
+    caught_by, cls = FAULTS[name]
+    assert found(caught_by, cls, KINDS.get(name, Kit))
+
+
+class Least(ThreadTransport):
+    """The three methods that a transport must write; the others are their defaults."""
+
+    broadcast = Transport.broadcast
+    all_to_all = Transport.all_to_all
+    permute = Transport.permute
+
+
+class Defaults(Plain):
+    transport_class = Least
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("right", "tests"), [(Plain, ALL), (Traces, ("test_traces",))])
+@pytest.mark.parametrize(("right", "tests"), [(Plain, ALL), (Defaults, ALL), (Traces, ("test_traces",))])
 def test_the_right_one_passes(right: type[Plain], tests: tuple[str, ...]) -> None:
-    assert not any(failures(right, Sampled, tests))  # test_kit_threads.py: in every dtype
+    assert not any(failures(right, Few, tests))
 
 
-QUICK = ("test_values", "test_memory", "test_started", "test_again", "test_groups", "test_transpose_law")
+class OnThree(Few):
+    worlds = (3,)
 
 
-@pytest.mark.parametrize("name", first_of(MUTANTS, *QUICK))
-def test_the_kit_names_the_fault(name: str) -> None:
-    caught_by, cls = MUTANTS[name]
-    assert found(caught_by, cls, kit_for(name, caught_by))
+class DividesNothing(ThreadTransport):
+    def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
+        raise BackendError("a reduce_scatter is made")
+
+    def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Tensor:
+        raise BackendError("an all_to_all is made")
+
+
+class NotDividing(Plain):
+    transport_class = DividesNothing
+
+
+DIVIDING = [name for name in ALL if {"line", "primitive"} <= signature(getattr(Contract, name)).parameters.keys()]
+
+
+@pytest.mark.parametrize("test", [name for name in DIVIDING if name != "test_no_dims"])
+def test_three_ranks_make_every_call(test: str) -> None:
+    """Shapes follow from the number of ranks: with fixed ones there would be nothing that three divide."""
+    for primitive in ("reduce_scatter", "all_to_all", "start_reduce_scatter"):
+        assert found(f"{test} {primitive}", NotDividing, OnThree)
 
 
 def test_there_are_enough() -> None:
-    assert len(MUTANTS) >= 80
-    assert len(RARE) >= 30
-    caught = {by.partition(" ")[0] for registry in (MUTANTS, RARE, LIMITS) for by, _ in registry.values()}
-    assert caught >= {n for n in vars(Contract) if n.startswith("test_")} - {
+    assert len(FAULTS) >= 130
+    assert {by.partition(" ")[0] for by, _ in FAULTS.values()} >= set(ALL) - {
         "test_there_are_ranks",
-        "test_lost_ranks",  # test_kit_lost.py
         "test_float32",  # a setting of the process, no transport: test_kit_threads.py
         "test_mixed",
         "test_layers",
@@ -762,13 +838,12 @@ def test_there_are_enough() -> None:
 
 # the sum of two is the same in either order, and so many calls are for a kit that is told to make them
 HIDDEN = {"EachRankStartsASumAbove256KiBWithItself", "CountsCallsIn16Bits"}
-EVERY = {name: fault for name, fault in (LIMITS | MUTANTS | RARE).items() if name not in HIDDEN}
-FIRST = {by.split()[0]: name for name, (by, _) in reversed(EVERY.items())}
-SHOWN_BY_VERIFY = Registry(
-    (name, (by, cls))
-    for name, (by, cls) in EVERY.items()
-    if by.split()[0] in EDGES and (name in LIMITS or FIRST[by.split()[0]] == name)
-)
+SHOWN = {"MaximumOfTwoZerosIsItsOwn", "DividesHalvesBeforeItSums", "SumsOfDenormalsAreZero"}
+SHOWN |= {"CutsSumsOffInsteadOfRounding", "WholeNumbersWithoutDimsAreLong"}
+EVERY = {name: fault for name, fault in FAULTS.items() if name not in HIDDEN}
+SHOWN |= set({by.split()[0]: name for name, (by, _) in reversed(EVERY.items())}.values())  # each test's first
+SHOWN |= {name for name, (by, _) in EVERY.items() if by.split()[0] in ("test_sizes", "test_many", "test_freed")}
+SHOWN_BY_VERIFY = Faults((n, (by, cls)) for n, (by, cls) in EVERY.items() if by.split()[0] in EDGES and n in SHOWN)
 
 
 @pytest.mark.parametrize("name", first_of(SHOWN_BY_VERIFY, "test_sizes", "test_same_bits"))

@@ -78,11 +78,10 @@ def _tell(found: ModelVerdict, first: bool) -> NoReturn:
 
 
 def _show(report: Report) -> None:
-    from ..testing.verify.report import figures
-
     table = table_of("what", "dtype", "cases", "worst error", "allowed", "")
     for row in report.rows:
-        table.add_row(row.what, row.dtype, str(row.cases), *figures(row), "WRONG" if row.wrong else "ok")
+        figures = (f"{row.error:.1e}", f"{row.allowed:.1e}") if row.allowed else (f"{row.error:.3g}", "exact")
+        table.add_row(row.what, row.dtype, str(row.cases), *figures, "WRONG" if row.wrong else "ok")
     console = Console(highlight=False)
     console.print(table)
     for message in report.wrong[:20]:

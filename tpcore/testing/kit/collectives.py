@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from typing import Any
+from functools import partial, update_wrapper
+from typing import Any, Concatenate, ParamSpec
 
 import torch
 from torch import Tensor
@@ -14,12 +14,13 @@ from torch import Tensor
 from ...comm.comm import Comm
 from ...comm.transport import PRIMITIVES as PRIMITIVES_BY_NAME
 from ...comm.transport import TABLE, Primitive
-from ...errors import BackendError
 from ...runtime.context import ParallelContext
-from .samples import bits, values, wide
+from .samples import bits, multiple, values, wide
 
-SHAPES = ((4,), (4, 8), (8, 4, 4), (4, 1, 8, 4), (1, 4, 2, 1, 4))
-EMPTY = ((0, 4), (4, 0))
+Calls = list[tuple[str, Callable[[Tensor], Tensor], Tensor]]
+Made = Callable[[int], Tensor]
+"""What the member at a position of the group sends."""
+Arguments = ParamSpec("Arguments")
 
 
 class Wrong(list[str]):
@@ -34,11 +35,72 @@ class Wrong(list[str]):
         error = float((got - want).abs().max()) if alike and got.numel() else (0.0 if alike else float("inf"))
         if not error <= allowed:  # nan too
             self.append(f"{what} is off by {error:.2e}, allowed {allowed:.0e}")
+        self.reached(error, allowed)
+
+    def reached(self, error: float, allowed: float) -> None:
         if not error / max(allowed, 1e-300) < self.error / max(self.allowed, 1e-300):
             self.error, self.allowed = error, allowed
 
 
-Calls = list[tuple[str, Callable[[Tensor], Tensor], Tensor]]
+class RankCheck:
+    """A check on this rank: its group, over tp unless another is given, and what it has ``found``."""
+
+    def __init__(self, ctx: ParallelContext, comm: Comm | None = None, found: Wrong | None = None) -> None:
+        self.ctx, self.comm = ctx, comm or ctx.comm("tp")
+        self.size, self.me = self.comm.size, int(self.comm.position.cpu())
+        self.k = multiple(self.size)
+        self.found = Wrong() if found is None else found
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """All dtypes that the backend sums. float32 alone on a lazy one, which compiles a program for each."""
+        return self.ctx.backend.capabilities.dtypes if self.comm.eager else (torch.float32,)
+
+    def expect(self, holds: bool, message: str) -> None:
+        if not holds:
+            self.found.append(f"{message} on rank {self.ctx.rank}")
+
+    def same(self, what: str, got: Tensor, want: Tensor) -> None:
+        """Expect equal bits, dtype and shape."""
+        if problem := differs(got, want):
+            self.found.append(f"{what} on rank {self.ctx.rank} {problem}")
+
+    def every(self, made: Made) -> list[Tensor]:
+        return [made(p) for p in range(self.size)]
+
+    def mine(self, every: Sequence[Tensor]) -> Tensor:
+        """A copy of this rank's, on the device."""
+        return every[self.me].to(self.ctx.device, copy=True)
+
+    def calls(self, name: str, every: list[Tensor], count: int | None = None) -> Calls:
+        return calls(self.comm, name, every, count)
+
+    def only(self, name: str, sent: Made | list[Tensor], note: str) -> None:
+        """Check all calls of one primitive on tensors by position; what a function makes keeps its memory format."""
+        for how, call, want in self.calls(name, self.every(sent) if callable(sent) else sent):
+            mine = sent(self.me) if callable(sent) else sent[self.me].clone()
+            self.same(f"{name} {how} of {note}", call(mine.to(self.ctx.device)), want)
+
+    def spread(self, shape: tuple[int, ...], primitive: str, dtype: torch.dtype) -> list[Tensor]:
+        """Numbers from all of the dtype's range. Bits, if they are only moved."""
+        if primitive in MOVING:
+            return self.every(lambda p: bits(shape, p, dtype, normal=not self.comm.eager))
+        return self.every(lambda p: wide(shape, p, dtype, self.size))
+
+
+def check(
+    body: Callable[Concatenate[RankCheck, Arguments], None],
+) -> Callable[Concatenate[ParallelContext, Arguments], Wrong]:
+    """A check of (ctx, ...), made of one that writes to a ``RankCheck``."""
+
+    def run(ctx: ParallelContext, /, *args: Arguments.args, **named: Arguments.kwargs) -> Wrong:
+        own = RankCheck(ctx)
+        body(own, *args, **named)
+        return own.found
+
+    update_wrapper(run, body)
+    return run
+
 
 # values to try for an argument of this name: (number of dims, group size) -> values
 _TRIED: dict[str, Callable[[int, int], Sequence[Any]]] = {
@@ -47,15 +109,7 @@ _TRIED: dict[str, Callable[[int, int], Sequence[Any]]] = {
     "op": lambda ndim, n: ["sum"],
     "donate": lambda ndim, n: [False],
     "split_dim": lambda ndim, n: range(-ndim, ndim),
-    # the ring, the ring backwards, a swap of two members, one sender only, a line, the identity
-    "to": lambda ndim, n: [
-        tuple((i + 1) % n for i in range(n)),
-        tuple((i - 1) % n for i in range(n)),
-        (n - 1, *range(1, n - 1), 0),
-        (n - 1, *[None] * (n - 1)),
-        (*range(1, n), None),
-        tuple(range(n)),
-    ],
+    "to": lambda ndim, n: list(dict.fromkeys(_targets(n))),
 }
 _VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "all_reduce max": ("all_reduce", {"op": "max"}),
@@ -65,11 +119,19 @@ _VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "start_permute": ("permute", {}),
 }
 MOVING = tuple(p.name for p in TABLE if not p.sums)
-_AFTER = list(PRIMITIVES_BY_NAME).index("all_reduce") + 1
-PRIMITIVES = (*list(PRIMITIVES_BY_NAME)[:_AFTER], *_VARIANTS, *list(PRIMITIVES_BY_NAME)[_AFTER:])
+PRIMITIVES = (*PRIMITIVES_BY_NAME, *_VARIANTS)
 """Primitives and variants, in the order in which the kit tests them."""
 METHODS = (*PRIMITIVES_BY_NAME, *(name for name in _VARIANTS if name.startswith("start_")))
 """The methods of a transport."""
+
+
+def _targets(n: int) -> Iterator[tuple[int | None, ...]]:
+    yield tuple((i + 1) % n for i in range(n))  # the ring
+    yield tuple((i - 1) % n for i in range(n))
+    yield (n - 1, *range(1, n - 1), 0)[:n]  # a swap of two members
+    yield (n - 1, *[None] * (n - 1))  # one sender only
+    yield (*range(1, n), None)  # a line
+    yield tuple(range(n))
 
 
 def divides(name: str) -> bool:
@@ -79,16 +141,15 @@ def divides(name: str) -> bool:
 
 def _arguments(primitive: Primitive, shape: torch.Size, n: int) -> Iterator[dict[str, Any]]:
     """Arguments to try on a tensor of this shape in a group of ``n``."""
-    ndim = len(shape)
-    tried = [_TRIED[name](ndim, n) for name in primitive.arguments if name != "concat_dim"]
-    for chosen in itertools.product(*tried):
-        given = dict(zip([a for a in primitive.arguments if a != "concat_dim"], chosen, strict=True))
+    names = [name for name in primitive.arguments if name != "concat_dim"]
+    for chosen in itertools.product(*(_TRIED[name](len(shape), n) for name in names)):
+        given = dict(zip(names, chosen, strict=True))
         if primitive.divides and shape[given[primitive.divides]] % n:
             continue
         if "split_dim" not in given:
             yield given
             continue
-        for concat in range(ndim) if given["split_dim"] >= 0 else [-1]:
+        for concat in range(len(shape)) if given["split_dim"] >= 0 else [-1]:
             yield given | {"concat_dim": concat}
 
 
@@ -136,138 +197,96 @@ def differs(got: Tensor, want: Tensor) -> str:
     return f"is {is_}...{where}, not {not_}..."
 
 
-def _each(ctx: ParallelContext, comm: Comm, primitive: str, every: list[Tensor]) -> Wrong:
-    note = f"{tuple(every[0].shape)} over {comm.group.axes}"
-    return only(ctx, comm, primitive, lambda p: every[p].clone(), note)
+@check
+def joined(t: RankCheck) -> None:
+    """A failure is in ``start`` or in making a Transport: rank, size, members, device."""
+    ctx, comm = t.ctx, t.comm
+    kind, index = (comm.position.dtype, tuple(comm.position.shape)), ctx.coord("tp")
+    t.expect(kind == (torch.int64, (1,)), f"comm.position is {kind}, not one int64 element")
+    t.expect(t.me == index, f"comm.position is {t.me} and not {index}")
+    here, there = comm.position.device, ctx.device
+    t.expect(here.type == there.type, f"comm.position is on {here}, the backend's tensors on {there}")
+    t.expect(t.size == ctx.mesh.axes["tp"], f"a tp group of size {t.size}, not {ctx.mesh.axes['tp']}")
+    t.expect(comm.process_group is not None, "process_group is None")
 
 
-Made = Callable[[int], Tensor]
+def shapes(n: int) -> tuple[tuple[int, ...], ...]:
+    """Of one to five dims, some of which ``n`` ranks divide."""
+    k = multiple(n)
+    return (k,), (k, 2 * k), (2 * k, k, k), (k, 1, 2 * k, k), (1, k, 2, 1, k)
 
 
-def only(ctx: ParallelContext, comm: Comm, name: str, made: Made, note: str, count: int | None = None) -> Wrong:
-    """Check the first ``count`` calls of one primitive on the tensors that ``made`` returns by position."""
-    me, out = int(comm.position.cpu()), Wrong()
-    every = [made(p) for p in range(comm.size)]
-    for how, call, want in calls(comm, name, every, count):
-        problem = differs(call(made(me).to(ctx.device)), want.contiguous())
-        if problem:
-            out.append(f"{name} {how} of {note} on rank {ctx.rank} {problem}")
-    return out
+@check
+def right_values(t: RankCheck, primitive: str, dtype: torch.dtype) -> None:
+    """A failure is in the result of this primitive for some dim or dtype, one that is declared as moved too."""
+    for shape in shapes(t.size):
+        t.only(primitive, partial(values, shape, dtype=dtype), f"{dtype} {shape}")
+    shape = shapes(t.size)[1]
+    t.only(primitive, t.spread(shape, primitive, dtype), f"numbers of all of {dtype}, {shape},")
 
 
-def joined(ctx: ParallelContext) -> Wrong:
-    """Position, size, device and process group are consistent."""
-    out, comm = Wrong(), ctx.comm("tp")
-    if comm.position.dtype != torch.int64 or comm.position.shape != (1,):
-        out.append(f"comm.position is {comm.position.dtype} {tuple(comm.position.shape)}, not one int64 element")
-    elif int(comm.position.cpu()) != ctx.coord("tp"):
-        out.append(f"comm.position is {int(comm.position.cpu())} on the rank at {ctx.coord('tp')}")
-    if comm.position.device.type != ctx.device.type:
-        out.append(f"comm.position is on {comm.position.device}, the backend's tensors on {ctx.device}")
-    if comm.size != ctx.mesh.axes["tp"]:
-        out.append(f"a tp group of size {comm.size}, not {ctx.mesh.axes['tp']}")
-    if comm.process_group is None:
-        out.append("process_group is None")
-    return out
+@check
+def empty(t: RankCheck, primitive: str) -> None:
+    """A failure is in how this primitive treats tensors without elements."""
+    for dtype, shape in itertools.product(t.dtypes, ((0, t.k), (t.k, 0))):
+        t.only(primitive, partial(values, shape, dtype=dtype), f"{dtype} {shape}")
 
 
-def right_values(ctx: ParallelContext, primitive: str, dtype: torch.dtype) -> Wrong:
-    comm, out = ctx.comm("tp"), Wrong()
-    for shape in SHAPES:
-        out += _each(ctx, comm, primitive, [values(shape, p, dtype) for p in range(comm.size)])
-    out += _each(ctx, comm, primitive, spread((4, 8), comm, primitive, dtype))
-    return out
-
-
-def spread(shape: tuple[int, ...], comm: Comm, primitive: str, dtype: torch.dtype) -> list[Tensor]:
-    """A tensor for each member with numbers from all of the dtype's range. Bits, if they are only moved."""
-    if primitive not in MOVING:
-        return [wide(shape, p, dtype, comm.size) for p in range(comm.size)]
-    return [bits(shape, p, dtype, normal=not comm.eager) for p in range(comm.size)]
-
-
-def empty(ctx: ParallelContext, primitive: str) -> Wrong:
-    comm, out = ctx.comm("tp"), Wrong()
-    for dtype in eager_dtypes(ctx):
-        for shape in EMPTY:
-            out += _each(ctx, comm, primitive, [values(shape, p, dtype) for p in range(comm.size)])
-    return out
-
-
-def eager_dtypes(ctx: ParallelContext) -> tuple[torch.dtype, ...]:
-    """All dtypes that the backend sums. float32 alone on a lazy one, which compiles a program for each."""
-    return ctx.backend.capabilities.dtypes if ctx.comm("tp").eager else (torch.float32,)
-
-
-def overlapped(ctx: ParallelContext) -> Wrong:
-    """Several all-reduces under way, a permute and a gather. Ranks wait for them in different orders."""
-    comm, out = ctx.comm("tp"), Wrong()
-    n, me = comm.size, comm.position.float()  # a tensor: one program for all ranks of a compiling backend
+@check
+def overlapped(t: RankCheck) -> None:
+    """A failure is in a method that starts: results mixed up between several under way, which ranks wait for in
+    different orders."""
+    comm, n, me = t.comm, t.size, t.comm.position.float()  # a tensor: one program for all ranks of a compiling backend
     waits = [comm.start_all_reduce(me.repeat(9) + i) for i in range(4)]
     moved = comm.start_permute(me.repeat(9), [*range(1, n), 0])
     gathered = comm.all_gather(me, 0)
-    forward = comm.eager and int(comm.position.cpu()) % 2
+    forward = comm.eager and t.me % 2
     for i, wait in sorted(enumerate(waits), reverse=not forward):
-        problem = differs(wait(), torch.full((9,), float(n * i + n * (n - 1) // 2)))
-        if problem:
-            out.append(f"all-reduce {i} of 4 under way {problem}")
-    if differs(moved(), ((comm.position.cpu() - 1) % n).float().repeat(9)):
-        out.append("a permute under way beside all-reduces is wrong")
-    if differs(gathered, torch.arange(n).float()):
-        out.append("a gather between the start of an all-reduce and its wait is wrong")
-    return out
+        t.same(f"all-reduce {i} of 4 under way", wait(), torch.full((9,), float(n * i + n * (n - 1) // 2)))
+    want = ((comm.position.cpu() - 1) % n).float().repeat(9)
+    t.same("a permute under way beside all-reduces", moved(), want)
+    t.same("a gather between the start of an all-reduce and its wait", gathered, torch.arange(n).float())
 
 
-def groups(ctx: ParallelContext, primitive: str) -> Wrong:
-    """Collectives over one axis, several in either order, a part of them, the world: only among the group's members."""
-    axes, out = list(ctx.mesh.axes), Wrong()
-    tried: list[tuple[tuple[str, ...], int | None]] = [((a,), None) for a in axes] + [
-        (tuple(axes[:2]), None),
-        (tuple(axes), None),
-    ]
-    tried += [(tuple(axes[::-1]), None), (tuple(axes), 2)]
+@check
+def groups(t: RankCheck, primitive: str) -> None:
+    """A failure is in ``connect``: the ranks of a group, or their order. Groups are of one axis, of several in either
+    order, of a part of them, of the world."""
+    ctx, axes = t.ctx, tuple(t.ctx.mesh.axes)
+    tried: list[tuple[tuple[str, ...], int | None]] = [((a,), None) for a in axes]
+    tried += [(axes[:2], None), (axes, None), (axes[::-1], None)]
+    tried += [(axes, 2)] if ctx.mesh.size % 2 == 0 else []
     for names, within in tried:
         comm = ctx.comm(*names, within=within)
         if comm.size == 1:
             continue
         members = ctx.mesh.group(*names, within=within).members(ctx.rank)
-        at = int(comm.position.cpu())
-        if comm.size != len(members) or members[at] != ctx.rank:
-            out.append(f"rank {ctx.rank} is at {at} of {comm.size} in {names} group {members}")
+        of = RankCheck(ctx, comm, t.found)
+        if of.size != len(members) or members[of.me] != ctx.rank:
+            t.found.append(f"rank {ctx.rank} is at {of.me} of {of.size} in {names} group {members}")
             continue
-        out += _each(ctx, comm, primitive, [values((4, 4), r, torch.float32) for r in members])
-    return out
+        of.only(primitive, [values((of.k, 4), r, torch.float32) for r in members], f"{(of.k, 4)} over {names}")
 
 
-def mixed(ctx: ParallelContext) -> Wrong:
-    """Collectives of changing kind and size do not affect each other."""
-    comm, out = ctx.comm("tp"), Wrong()
+@check
+def mixed(t: RankCheck) -> None:
+    """A failure is in state that one collective leaves for another, of another kind and size."""
     for i in range(24):
-        every = [values((4, 4 + i % 5), p + i, torch.float32) for p in range(comm.size)]
-        out += _each(ctx, comm, PRIMITIVES[i % len(PRIMITIVES)], every)
-    return out
+        every = [values((t.k, 4 + i % 5), p + i, torch.float32) for p in range(t.size)]
+        t.only(PRIMITIVES[i % len(PRIMITIVES)], every, f"{tuple(every[0].shape)}")
 
 
-def many(ctx: ParallelContext, method: str, count: int) -> Wrong:
-    """``count`` small calls of one method: none returns the result of another, nor writes to it later."""
-    comm, out = ctx.comm("tp"), Wrong()
-    if not comm.eager:
-        return out
+@check
+def many(t: RankCheck, method: str, count: int) -> None:
+    """A failure is in state that one small call of ``count`` leaves for the next: a counter, a ring of buffers."""
+    if not t.comm.eager:
+        return
     # seven inputs in turn: 7 divides no number that a counter is likely to wrap at
-    n = comm.size if divides(method) else 1
-    inputs = [[torch.full((n,), p + 100.0 * r) for p in range(comm.size)] for r in range(7)]
-    tried = [calls(comm, method, every, 1)[0] for every in inputs]
-    mine = [every[int(comm.position.cpu())].to(ctx.device) for every in inputs]
+    n = t.size if divides(method) else 1
+    inputs = [[torch.full((n,), p + 100.0 * r) for p in range(t.size)] for r in range(7)]
+    tried = [calls(t.comm, method, every, 1)[0] for every in inputs]
+    mine = [every[t.me].to(t.ctx.device) for every in inputs]
     results = [tried[i % 7][1](mine[i % 7]) for i in range(count)]
-    wrong = {i: p for i, y in enumerate(results) if (p := differs(y, tried[i % 7][2]))}
-    for i in sorted(wrong)[:1]:
-        out.append(f"call {i + 1} of {count} {method} of {n} elements on rank {ctx.rank} {wrong[i]}")
-    return out
-
-
-def not_refused(call: Callable[[], None], what: str) -> list[str]:
-    try:
-        call()
-    except BackendError:
-        return []
-    return [f"{what} was not refused"]
+    wrong = [i for i, y in enumerate(results) if differs(y, tried[i % 7][2])]
+    for i in wrong[:1]:
+        t.same(f"call {i + 1} of {count} {method} of {n} elements", results[i], tried[i % 7][2])

@@ -16,8 +16,7 @@ from ...comm.transport import PRIMITIVES
 from ...layout.mesh import Mesh
 from .. import matrix
 from . import collectives as bodies
-from . import edges, lost, memory, programs, stages
-from . import mappings as law
+from . import edges, lost, memory, programs, training
 from .launched import launched_world
 
 Run = Callable[..., list[list[str]]]
@@ -27,14 +26,31 @@ Run = Callable[..., list[list[str]]]
 def meshes(world: int) -> list[Mesh]:
     """All meshes of ``world`` ranks with two or three axes of which at least two have two or more ranks."""
     out = []
-    for pp in (n for n in range(1, world + 1) if world % n == 0):
-        for dp in (n for n in range(1, world // pp + 1) if (world // pp) % n == 0):
-            sizes = {"pp": pp, "dp": dp, "tp": world // pp // dp}
-            if sum(n > 1 for n in sizes.values()) > 1:
-                out.append(Mesh(sizes))
-                if pp == 1:
-                    out.append(Mesh({"dp": dp, "tp": world // dp}))
+    for pp, dp in itertools.product(range(1, world + 1), repeat=2):
+        tp, rest = divmod(world, pp * dp)
+        if rest == 0 and (pp > 1) + (dp > 1) + (tp > 1) > 1:
+            out.append(Mesh({"pp": pp, "dp": dp, "tp": tp}))
+            out += [Mesh({"dp": dp, "tp": tp})] if pp == 1 else []
     return out
+
+
+OPTIONS = ("large", "most", "loses", "calls")
+
+
+def _test(check: Callable[..., list[str]], arguments: str) -> Any:
+    """A test that runs ``check`` on every rank of the mesh, the first of the ``arguments``, with the others: values of
+    ``choices``, or OPTIONS of the class. The check's docstring is the test's, and begins the message of a failure."""
+    mesh, *others = arguments.split()
+
+    def test(self: Contract, run: Run, **given: Any) -> None:
+        values = [getattr(self, name) if name in OPTIONS else given[name] for name in others]
+        self._check(run(given[mesh], check, *values), check.__doc__ or "")
+
+    names = ["self", "run", *(name for name in arguments.split() if name not in OPTIONS)]
+    parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+    test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # which pytest reads, and cases
+    test.__doc__ = check.__doc__
+    return test
 
 
 class Contract:
@@ -72,7 +88,7 @@ class Contract:
             "line": [Mesh({"dp": 1, "tp": n}) for n in worlds],
             "grid": [m for n in worlds for m in meshes(n)],
             "square": [Mesh({"dp": n // t, "tp": t}) for n in worlds for t in {n, n // 2} if t and n % t == 0],
-            "staged": [m for n in worlds if (m := stages.stages_mesh(Mesh({"dp": 1, "tp": n}))) is not None],
+            "staged": [m for n in worlds if (m := training.stages_mesh(Mesh({"dp": 1, "tp": n}))) is not None],
             "dtype": list(can.dtypes),
             "moved": list(can.moved),
             "summed": [d for d in can.dtypes if d is not torch.bool],
@@ -80,7 +96,7 @@ class Contract:
             "method": list(bodies.METHODS),
             "moving": list(bodies.MOVING),
             "linear": list(PRIMITIVES),
-            "mapping": list(law.MAPPINGS),
+            "mapping": list(training.MAPPINGS),
             "layer": list(matrix.AXES),
             "precision": [name for name, dtype in matrix.DTYPES.items() if dtype in can.dtypes],
         }
@@ -92,8 +108,8 @@ class Contract:
         for values in itertools.product(*(choices[n] for n in names)):
             yield dict(zip(names, values, strict=True))
 
-    def _check(self, results: list[list[str]]) -> None:
-        matrix.report(results)
+    def _check(self, results: list[list[str]], failure: str = "") -> None:
+        matrix.report(results, failure)
 
     def test_declaration(self) -> None:
         """The class is complete, has this version of the interface, declares enough, and can run here."""
@@ -110,137 +126,47 @@ class Contract:
                 "torchrun --nproc_per_node=2 -m pytest ..."
             )
 
-    def test_joined(self, run: Run, line: Mesh) -> None:
-        """A failure is in ``start`` or in making a Transport: rank, size, members, device."""
-        self._check(run(line, bodies.joined))
-
-    def test_values(self, run: Run, line: Mesh, primitive: str, dtype: torch.dtype) -> None:
-        """A failure is in the result of this primitive for some dim or dtype."""
-        self._check(run(line, bodies.right_values, primitive, dtype))
-
-    def test_moved_dtypes(self, run: Run, line: Mesh, moving: str, moved: torch.dtype) -> None:
-        """A failure is in moving a dtype that is declared as moved only."""
-        self._check(run(line, bodies.right_values, moving, moved))
-
-    def test_strides(self, run: Run, line: Mesh, primitive: str) -> None:
-        """A failure is in how this primitive reads an input that is not contiguous."""
-        self._check(run(line, memory.strided, primitive))
-
-    def test_empty(self, run: Run, line: Mesh, primitive: str) -> None:
-        """A failure is in how this primitive treats tensors without elements."""
-        self._check(run(line, bodies.empty, primitive))
-
-    def test_memory(self, run: Run, line: Mesh, primitive: str) -> None:
-        """A failure is in this primitive's use of memory: its input, its output, a buffer of its own."""
-        self._check(run(line, memory.memory, primitive))
-
-    def test_donated(self, run: Run, line: Mesh) -> None:
-        """A failure is in what is written to memory that the caller has given away."""
-        self._check(run(line, memory.donated))
-
-    def test_overlap(self, run: Run, line: Mesh) -> None:
-        """A failure is in a method that starts: results mixed up between several under way."""
-        self._check(run(line, bodies.overlapped))
-
-    def test_large(self, run: Run, line: Mesh, primitive: str) -> None:
-        """A failure is in how this primitive splits large data, or sends before it receives."""
-        self._check(run(line, edges.large, primitive, type(self).large))
-
-    def test_sizes(self, run: Run, line: Mesh, primitive: str) -> None:
-        """A failure is in what this primitive keeps, or returns for a copy, from some size on."""
-        self._check(run(line, edges.owned, primitive, type(self).most))
-
-    def test_no_dims(self, run: Run, line: Mesh, primitive: str) -> None:
-        """A failure is in the shape of the result for a tensor without dims."""
-        self._check(run(line, edges.without_dims, primitive))
-
-    def test_odd_values(self, run: Run, line: Mesh, primitive: str) -> None:
-        """A failure is in this primitive's result for NaN, infinity or negative numbers."""
-        self._check(run(line, edges.odd_values, primitive, type(self).loses))
-
-    def test_odd_memory(self, run: Run, line: Mesh, primitive: str) -> None:
-        """A failure is in how this primitive reads its input: a storage offset, or strides of 0."""
-        self._check(run(line, memory.odd_memory, primitive))
-
-    def test_again(self, run: Run, line: Mesh, primitive: str) -> None:
-        """A failure is in data that is reused for similar calls: buffers, views, plans."""
-        self._check(run(line, memory.again, primitive))
-
-    def test_modes(self, run: Run, line: Mesh, primitive: str) -> None:
-        """A failure is in memory that is made under ``inference_mode`` and used outside, or the reverse."""
-        self._check(run(line, memory.any_mode, primitive))
-
-    def test_precision(self, run: Run, line: Mesh, summed: torch.dtype) -> None:
-        """A failure is in the dtype of a sum."""
-        self._check(run(line, edges.precise, summed))
-
-    def test_started(self, run: Run, line: Mesh) -> None:
-        """A failure is in when a method that starts reads its input, or in a second wait."""
-        self._check(run(line, edges.started))
-
-    def test_mixed(self, run: Run, line: Mesh) -> None:
-        """A failure is in state that one collective leaves for another."""
-        self._check(run(line, bodies.mixed))
-
-    def test_many(self, run: Run, first: Mesh, method: str) -> None:
-        """A failure is in state that one call leaves for the next: a counter, a ring of buffers."""
-        self._check(run(first, bodies.many, method, type(self).calls))
-
-    def test_same_bits(self, run: Run, line: Mesh) -> None:
-        """A failure is in the order of a sum, which must be the same on every rank, at every size."""
-        self._check(run(line, edges.same_bits, type(self).most))
-
-    def test_groups(self, run: Run, grid: Mesh, primitive: str) -> None:
-        """A failure is in ``connect``: the ranks of a group, or their order."""
-        self._check(run(grid, bodies.groups, primitive))
-
-    def test_interleaved(self, run: Run, grid: Mesh) -> None:
-        """A failure is in state that groups share."""
-        self._check(run(grid, edges.interleaved))
-
-    def test_freed(self, run: Run, first: Mesh) -> None:
-        """A failure is in memory that stays in use after its result is dropped."""
-        self._check(run(first, memory.freed))
+    test_joined = _test(bodies.joined, "line")
+    test_values = _test(bodies.right_values, "line primitive dtype")
+    test_moved_dtypes = _test(bodies.right_values, "line moving moved")
+    test_strides = _test(memory.strided, "line primitive")
+    test_empty = _test(bodies.empty, "line primitive")
+    test_memory = _test(memory.memory, "line primitive")
+    test_donated = _test(memory.donated, "line")
+    test_overlap = _test(bodies.overlapped, "line")
+    test_large = _test(edges.large, "line primitive large")
+    test_sizes = _test(edges.owned, "line primitive most")
+    test_no_dims = _test(edges.without_dims, "line primitive")
+    test_odd_values = _test(edges.odd_values, "line primitive loses")
+    test_odd_memory = _test(memory.odd_memory, "line primitive")
+    test_again = _test(memory.again, "line primitive")
+    test_modes = _test(memory.any_mode, "line primitive")
+    test_precision = _test(edges.precise, "line summed")
+    test_started = _test(edges.started, "line")
+    test_mixed = _test(bodies.mixed, "line")
+    test_many = _test(bodies.many, "first method calls")
+    test_same_bits = _test(edges.same_bits, "line most")
+    test_groups = _test(bodies.groups, "grid primitive")
+    test_interleaved = _test(edges.interleaved, "grid")
+    test_freed = _test(memory.freed, "first")
 
     def test_lost_ranks(self, run: Run, first: Mesh) -> None:
         """A failure is in the time-out, or in what a rank gets that waits for a lost one."""
-        if not type(self).starts:
+        if not self.starts:
             raise SkipTest("starts = False: the launcher of this backend ends a job in which a rank is lost")
-        self._check(run(first, lost.lost, lost.Losses(self.backend_class(), type(self).patience)))
+        self._check(run(first, lost.lost, lost.Losses(self.backend_class(), self.patience)))
 
-    def test_transposes(self, run: Run, line: Mesh, linear: str) -> None:
-        """A failure here alone is in state that a primitive leaves for its transpose."""
-        self._check(run(line, law.primitive_law, linear))
-
-    def test_transpose_law(self, run: Run, line: Mesh, mapping: str) -> None:
-        """A failure here alone is in collectives made during backward."""
-        self._check(run(line, law.transpose_law, mapping))
-
-    def test_random_streams(self, run: Run, line: Mesh) -> None:
-        """A failure is in ``manual_seed``, ``get_rng_state`` or ``set_rng_state``."""
-        self._check(run(line, programs.random_streams))
-
-    def test_float32(self, run: Run, first: Mesh) -> None:
-        """A failure is in a setting: float32 matmuls take fewer bits, as TF32 does, and so will the layers' tests."""
-        self._check(run(first, edges.full_float32))
+    test_transposes = _test(training.primitive_law, "line linear")
+    test_transpose_law = _test(training.transpose_law, "line mapping")
+    test_random_streams = _test(programs.random_streams, "line")
+    test_float32 = _test(edges.full_float32, "first")
 
     def test_layers(self, run: Run, line: Mesh, layer: str, precision: str) -> None:
         """A failure here alone is in how the backend's device computes, or in a shape no other test has."""
         some = matrix.cases(layer, precision)
-        self._check(run(line, matrix.run, some[:: type(self).every if len(some) > 20 else 1]))
+        self._check(run(line, matrix.run, some[:: self.every if len(some) > 20 else 1]))
 
-    def test_training(self, run: Run, square: Mesh) -> None:
-        """A failure here alone is in dp combined with tp: mean of gradients, clipping, the step."""
-        self._check(run(square, programs.training_step))
-
-    def test_pipeline(self, run: Run, staged: Mesh) -> None:
-        """A failure here alone is in pp combined with tp: ``permute`` in backward, or between layers."""
-        self._check(run(staged, stages.pipeline_step))
-
-    def test_checkpoint(self, run: Run, line: Mesh) -> None:
-        """A failure is in gathering bytes, or in ``device``: loaded values differ from the saved ones."""
-        self._check(run(line, programs.checkpoint_round_trip))
-
-    def test_traces(self, run: Run, line: Mesh) -> None:
-        """A failure is in ``trace`` or ``load_program``; without declared tracing, in not refusing it."""
-        self._check(run(line, programs.traced_program))
+    test_training = _test(training.training_steps, "square")
+    test_pipeline = _test(training.pipeline_steps, "staged")
+    test_checkpoint = _test(programs.checkpoint_round_trip, "line")
+    test_traces = _test(programs.traced_program, "line")

@@ -81,12 +81,6 @@ class _JobRank:
         self.process.start()
         told.close()
 
-    def hear(self) -> None:
-        try:
-            self.said.append(self.heard.recv())
-        except EOFError:
-            self.process.join()
-
     def _run(self, job: Mapping[str, str], size: int, timeout: float, lifeline: int, told: Connection) -> None:
         follow(lifeline)
         settings.update(job)
@@ -109,6 +103,14 @@ class _JobRank:
         without = calls(comm, self.method, every)[at][2]
         return lambda: call(x), want, bool(differs(without, want))
 
+    def finding(self, timeout: float) -> str:
+        """What is wrong with what it said of its second call; empty if nothing is."""
+        if self.said[1:]:
+            return f"{self.said[1]}: it has to get {_RIGHT}" if self.said[1] else ""
+        status = self.process.exitcode
+        what = "waits for ever" if status is None else f"ended with status {status}"
+        return f"{what}: start(timeout={timeout:g}) promises {_RIGHT}"
+
 
 def _outcome(call: Callable[[], Tensor], want: Tensor, depends: bool) -> str:
     try:
@@ -120,61 +122,50 @@ def _outcome(call: Callable[[], Tensor], want: Tensor, depends: bool) -> str:
         return f"got {type(e).__name__}: {e}"
 
 
-class _Jobs:
-    """One job for each method, in all of which a rank is lost in one way."""
-
-    def __init__(self, plan: Losses, way: str, lifeline: int, timeout: float) -> None:
-        self._plan, self._lifeline, self._timeout = plan, lifeline, timeout
-        self._size = 2 if plan.kind.capabilities.misfit({"tp": 3}) else 3
-        self._ranks: list[_JobRank] = []
-        first = list(WAYS).index(way)
+def _findings(plan: Losses, way: str, lifeline: int, timeout: float, log: Path) -> list[str]:
+    """Of one job for each method, in all of which a rank is lost in one way."""
+    size = 2 if plan.kind.capabilities.misfit({"tp": 3}) else 3
+    ranks: list[_JobRank] = []
+    try:
         for method in plan.methods:
-            where = (first + METHODS.index(method)) % self._size
+            where = (list(WAYS).index(way) + METHODS.index(method)) % size
             job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
-            for number in range(self._size):
-                rank = _JobRank(plan, way, method, where, number)
-                rank.start(job, self._size, timeout, lifeline)
-                self._ranks.append(rank)
-        self._left = [r for r in self._ranks if r.number != r.lost]
+            for number in range(size):
+                ranks.append(_JobRank(plan, way, method, where, number))
+                ranks[-1].start(job, size, timeout, lifeline)
+        left = [r for r in ranks if r.number != r.lost]
+        _wait(left, 1, plan.patience, lifeline)
+        for rank in (r for r in left if not r.said):
+            status, end = rank.process.exitcode, f"in {plan.patience:g} s"
+            if status is not None:
+                end = f"and rank {rank.number} ended with status {status}"
+            return [
+                f"{size} processes with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set made no {rank.method} {end}: "
+                f"set starts = False if a launcher has to start them\n{_end(log)}"
+            ]
+        _wait(left, 2, timeout + plan.slack, lifeline)
+        found = [(r, r.finding(timeout)) for r in left]
+        return [f"rank {r.lost} is {r.way} in {r.method}, and rank {r.number} {f}" for r, f in found if f]
+    finally:
+        for rank in ranks:
+            rank.process.kill()
+            rank.process.join()
 
-    def findings(self, log: Path) -> list[str]:
-        try:
-            self._wait(1, self._plan.patience)
-            for rank in (r for r in self._left if not r.said):
-                status = rank.process.exitcode
-                end = f"in {self._plan.patience:g} s"
-                if status is not None:
-                    end = f"and rank {rank.number} ended with status {status}"
-                return [
-                    f"{self._size} processes with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set made no "
-                    f"{rank.method} {end}: set starts = False if a launcher has to start them\n{_end(log)}"
-                ]
-            self._wait(2, self._timeout + self._plan.slack)
-            found = [(r, self._finding(r)) for r in self._left]
-            return [f"rank {r.lost} is {r.way} in {r.method}, and rank {r.number} {f}" for r, f in found if f]
-        finally:
-            for rank in self._ranks:
-                rank.process.kill()
+
+def _wait(ranks: Sequence[_JobRank], count: int, seconds: float, lifeline: int) -> None:
+    """Until each has said ``count`` things, or has ended."""
+    until = time.monotonic() + seconds
+    while waited := [r for r in ranks if len(r.said) < count and r.process.exitcode is None]:
+        ready = wait([*(r.heard for r in waited), lifeline], max(0.0, until - time.monotonic()))
+        if lifeline in ready:
+            os._exit(1)  # the kit's process has ended, and the ranks end as this one does
+        if not ready:
+            return
+        for rank in (r for r in waited if r.heard in ready):
+            try:
+                rank.said.append(rank.heard.recv())
+            except EOFError:
                 rank.process.join()
-
-    def _finding(self, rank: _JobRank) -> str:
-        if rank.said[1:]:
-            return f"{rank.said[1]}: it has to get {_RIGHT}" if rank.said[1] else ""
-        status = rank.process.exitcode
-        what = "waits for ever" if status is None else f"ended with status {status}"
-        return f"{what}: start(timeout={self._timeout:g}) promises {_RIGHT}"
-
-    def _wait(self, count: int, seconds: float) -> None:
-        """Until every rank that is not lost has said ``count`` things, or has ended."""
-        until = time.monotonic() + seconds
-        while waited := [r for r in self._left if len(r.said) < count and r.process.exitcode is None]:
-            ready = wait([*(r.heard for r in waited), self._lifeline], max(0.0, until - time.monotonic()))
-            if self._lifeline in ready:
-                os._exit(1)  # the kit's process has ended, and the ranks end as this one does
-            if not ready:
-                return
-            for rank in (r for r in waited if r.heard in ready):
-                rank.hear()
 
 
 def _free_port() -> int:
@@ -197,7 +188,7 @@ def main(lifeline: str, name: str) -> None:
     timeout = TIMEOUT * min(8.0, max(1.0, busy / (os.cpu_count() or 1)))
     for way in plan.ways:
         if not found:  # one is enough: the other ranks of the kit's own job wait no longer than their time-out
-            found = _Jobs(plan, way, int(lifeline), timeout).findings(folder / "log")
+            found = _findings(plan, way, int(lifeline), timeout, folder / "log")
     (folder / "findings").write_bytes(pickle.dumps(found))
 
 

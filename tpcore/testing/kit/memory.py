@@ -6,146 +6,129 @@ import ctypes
 import gc
 import sys
 from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise, product
 
 import torch
 from torch import Tensor
 
-from ...comm.comm import Comm
-from ...runtime.context import ParallelContext
-from .collectives import PRIMITIVES, Wrong, calls, differs, only
+from .collectives import PRIMITIVES, RankCheck, calls, check, shapes
 from .samples import values
 
-
-def strided(ctx: ParallelContext, primitive: str) -> Wrong:
-    """The input is transposed and has gaps between its elements."""
-    comm, out = ctx.comm("tp"), Wrong()
-    me = int(comm.position.cpu())
-    every = [values((4, 8, 4), p, torch.float32).transpose(0, 2)[:, ::2] for p in range(comm.size)]
-    for how, call, want in calls(comm, primitive, every):
-        whole = values((4, 8, 4), me, torch.float32).to(ctx.device)
-        got = call(whole.transpose(0, 2)[:, ::2])
-        if problem := differs(got, want.contiguous()):
-            out.append(f"{primitive} {how} of a strided tensor on rank {ctx.rank} {problem}")
-        between = values((4, 8, 4), me, torch.float32).transpose(0, 2)[:, 1::2]
-        if differs(whole.transpose(0, 2)[:, 1::2], between):
-            out.append(f"{primitive} {how} wrote between the elements of its input on rank {ctx.rank}")
-    return out
+floats = partial(values, dtype=torch.float32)
 
 
-def _inputs(comm: Comm) -> Iterator[tuple[str, list[Tensor]]]:
+@check
+def strided(t: RankCheck, primitive: str) -> None:
+    """A failure is in how this primitive reads an input that is transposed and has gaps between its elements."""
+    shape = shapes(t.size)[2]
+    every = t.every(lambda p: floats(shape, p).transpose(0, 2)[:, ::2])
+    for how, call, want in t.calls(primitive, every):
+        whole = floats(shape, t.me).to(t.ctx.device).transpose(0, 2)
+        t.same(f"{primitive} {how} of a strided tensor", call(whole[:, ::2]), want)
+        between = floats(shape, t.me).transpose(0, 2)[:, 1::2]
+        t.same(f"what is between the elements of the input of {primitive} {how}", whole[:, 1::2], between)
+
+
+def _inputs(t: RankCheck) -> Iterator[tuple[str, list[Tensor]]]:
     """Tensors of all members; lazy backends, which compile a program for each, get the first alone."""
-    every = [values((4, 8, 4), p, torch.float32) for p in range(comm.size)]
+    every = t.every(partial(floats, shapes(t.size)[2]))
     yield "", every
-    if comm.eager:
-        yield " of a transposed tensor", [t.transpose(0, 2) for t in every]
+    if t.comm.eager:
+        yield " of a transposed tensor", [x.transpose(0, 2) for x in every]
         # the result is equal to one member's input: a reason to return it as it is
-        yield " of zeros on all other ranks", [every[0], *[torch.zeros_like(t) for t in every[1:]]]
+        yield " of zeros on all other ranks", [every[0], *[torch.zeros_like(x) for x in every[1:]]]
 
 
-def memory(ctx: ParallelContext, primitive: str) -> Wrong:
-    """Inputs stay unchanged. Outputs are contiguous, new memory, outside of autograd, and stay valid."""
-    comm, out = ctx.comm("tp"), Wrong()
-    me, donated = int(comm.position.cpu()), "donate" in primitive
+@check
+def memory(t: RankCheck, primitive: str) -> None:
+    """A failure is in this primitive's use of memory: its input stays unchanged; its output is contiguous, new, outside
+    of autograd, and stays valid."""
+    donated = "donate" in primitive
     kept: list[tuple[str, Tensor, Tensor]] = []
-    for note, every in _inputs(comm):
-        for how, call, want in calls(comm, primitive, every):
-            x = every[me].clone().to(ctx.device, copy=True).requires_grad_(not donated)
+    for note, every in _inputs(t):
+        for how, call, want in t.calls(primitive, every):
+            x = every[t.me].clone().to(t.ctx.device, copy=True).requires_grad_(not donated)
             y = call(x)
-            what = f"{primitive} {how}{note} on rank {ctx.rank}:"
-            if not y.is_contiguous():
-                out.append(f"{what} the output is not contiguous, its strides are {y.stride()}")
-            if not donated and differs(x, every[me]):
-                out.append(f"{what} the input was changed")
-            if not donated and y.numel() and y.data_ptr() == x.data_ptr() != 0:  # 0: lazy
-                out.append(f"{what} the output is the input's memory")
-            if y.requires_grad:
-                out.append(f"{what} the output is part of an autograd graph, whose gradient would be wrong")
+            what = f"{primitive} {how}{note}"
+            t.expect(y.is_contiguous(), f"{what}: the output is not contiguous, its strides are {y.stride()},")
+            if not donated:
+                t.same(f"{what}: the input afterwards", x, every[t.me])
+                new = not y.numel() or y.data_ptr() != x.data_ptr() or x.data_ptr() == 0  # 0: lazy
+                t.expect(new, f"{what}: the output is the input's memory")
+            t.expect(not y.requires_grad, f"{what}: the output is in an autograd graph, whose gradient would be wrong,")
             kept.append((what, y, want))
     for what, y, want in kept:  # after all calls: a reused buffer would have later values by now
-        if problem := differs(y, want):
-            out.append(f"{what} after later collectives the output {problem}")
-    return out
+        t.same(f"{what}: after later collectives the output", y, want)
 
 
-def donated(ctx: ParallelContext) -> Wrong:
-    """Donated memory ends where the tensor ends, and not where its storage does."""
-    comm, out = ctx.comm("tp"), Wrong()
+@check
+def donated(t: RankCheck) -> None:
+    """A failure is in what is written to memory that the caller has given away: it ends where the tensor ends, and not
+    where its storage does."""
     for n in (8, 5_000):
-        whole = torch.ones(n + 16, device=ctx.device)
-        got = comm.all_reduce(whole[8:-8], donate=True)
-        if problem := differs(got, torch.full((n,), float(comm.size))):
-            out.append(f"all_reduce donate of a slice of {n} elements on rank {ctx.rank} {problem}")
-        if not bool((torch.cat([whole[:8], whole[-8:]]) == 1).all()):
-            out.append(f"all_reduce donate of a slice of {n} elements wrote beside it on rank {ctx.rank}")
-    return out
+        whole = torch.ones(n + 16, device=t.ctx.device)
+        got = t.comm.all_reduce(whole[8:-8], donate=True)
+        t.same(f"all_reduce donate of a slice of {n} elements", got, torch.full((n,), float(t.size)))
+        t.same(f"what is beside a slice of {n} elements", torch.cat([whole[:8], whole[-8:]]), torch.ones(16))
 
 
-def odd_memory(ctx: ParallelContext, primitive: str) -> Wrong:
-    """Inputs with a storage offset, and inputs with strides of 0."""
-    comm = ctx.comm("tp")
+@check
+def odd_memory(t: RankCheck, primitive: str) -> None:
+    """A failure is in how this primitive reads its input: a storage offset, or strides of 0."""
 
-    def placed(t: Tensor) -> Tensor:  # a copy to a device must not lose the strides
-        return t if ctx.device.type == "cpu" else t.to(ctx.device)
+    def placed(x: Tensor) -> Tensor:  # a copy to a device must not lose the strides
+        return x if t.ctx.device.type == "cpu" else x.to(t.ctx.device)
 
-    out = only(ctx, comm, primitive, lambda p: placed(values((5, 4), p, torch.float32)[1:]), "a slice")
+    t.only(primitive, lambda p: placed(floats((t.k + 1, t.k), p)[1:]), "a slice")
     if primitive != "all_reduce donate":  # memory with repeated elements cannot be donated
-        note = "a tensor with strides of 0"
-        out += only(ctx, comm, primitive, lambda p: placed(values((1, 4), p, torch.float32).expand(4, 4)), note)
-    return out
+        t.only(primitive, lambda p: placed(floats((1, t.k), p).expand(t.k, t.k)), "a tensor with strides of 0")
 
 
-def again(ctx: ParallelContext, primitive: str) -> Wrong:
-    """Calls like an earlier one: other values, shapes, dtypes or strides. All results stay valid."""
-    comm, out = ctx.comm("tp"), Wrong()
-    me, kept = int(comm.position.cpu()), []
-    kinds = [((4, 4), torch.float32), ((4, 4), torch.int64), ((4, 8), torch.float32), ((8, 4), torch.float32)]
-    for turn in range(2):
-        for shape, dtype in kinds:
-            if dtype not in ctx.backend.capabilities.dtypes:
-                continue
-            every = [values(shape, p + 5 * turn, dtype) for p in range(comm.size)]
-            for how, call, want in calls(comm, primitive, every, 2):
-                kept.append((f"{how} of {dtype} {shape}", call(every[me].to(ctx.device, copy=True)), want))
-    if comm.eager and "donate" not in primitive:
-        every = [values((4, 4), p, torch.float32) for p in range(comm.size)]
-        x = every[me].to(ctx.device, copy=True)
+@check
+def again(t: RankCheck, primitive: str) -> None:
+    """A failure is in data that is reused for similar calls, with other values, shapes, dtypes or strides: buffers,
+    views, plans."""
+    k, kept = t.k, []
+    kinds = [((k, k), torch.float32), ((k, k), torch.int64), ((k, 2 * k), torch.float32), ((2 * k, k), torch.float32)]
+    for turn, (shape, dtype) in product(range(2), kinds):
+        if dtype in t.ctx.backend.capabilities.dtypes:
+            every = [values(shape, p + 5 * turn, dtype) for p in range(t.size)]
+            for how, call, want in t.calls(primitive, every, 2):
+                kept.append((f"{how} of {dtype} {shape}", call(t.mine(every)), want))
+    if t.comm.eager and "donate" not in primitive:
+        every = t.every(partial(floats, (k, k)))
+        x = t.mine(every)
         for turned in (False, True):
-            seen = [t.t() if turned else t for t in every]
-            for how, call, want in calls(comm, primitive, seen, 2):
+            for how, call, want in t.calls(primitive, [y.t() if turned else y for y in every], 2):
                 kept.append((f"{how} of memory with other strides", call(x.t() if turned else x), want))
     for what, got, want in kept:
-        if problem := differs(got, want):
-            out.append(f"{primitive} {what} after calls like it on rank {ctx.rank} {problem}")
-    return out
+        t.same(f"{primitive} {what} after calls like it", got, want)
 
 
-def any_mode(ctx: ParallelContext, primitive: str) -> Wrong:
-    """A call that was first made under inference_mode works outside of it, and the reverse."""
-    comm, out = ctx.comm("tp"), Wrong()
-    me = int(comm.position.cpu())
-    for inside, width in ((True, 12), (False, 12), (True, 12), (False, 20), (True, 20)):
-        every = [values((4, width), p, torch.float32) for p in range(comm.size)]
-        for how, call, want in calls(comm, primitive, every, 2):
+@check
+def any_mode(t: RankCheck, primitive: str) -> None:
+    """A failure is in memory that is made under ``inference_mode`` and used outside, or the reverse."""
+    for inside, times in ((True, 3), (False, 3), (True, 3), (False, 5), (True, 5)):
+        every = t.every(partial(floats, (t.k, times * t.k)))
+        for how, call, want in t.calls(primitive, every, 2):
             with torch.inference_mode(inside):
-                got = call(every[me].to(ctx.device, copy=True))
-            problem = differs(got, want)
+                got = call(t.mine(every))
+            t.same(f"{primitive} {how}, inference_mode({inside}),", got, want)
             if not inside:
                 got += 1  # an inference tensor could not be changed here
-            if problem:
-                out.append(f"{primitive} {how}, inference_mode({inside}), on rank {ctx.rank} {problem}")
-    return out
 
 
-def freed(ctx: ParallelContext) -> Wrong:
-    """Memory of dropped results is free: of large ones all, of a small call all but half a kilobyte."""
-    comm, out = ctx.comm("tp"), Wrong()
-    if ctx.device.type != "cpu" or not comm.eager or _allocated() is None:
-        return out
-    for primitive, (n, turns) in product(PRIMITIVES, ((1 << 14, 32), (4 * comm.size, 100))):
-        x = torch.ones(n - n % comm.size, device=ctx.device)
+@check
+def freed(t: RankCheck) -> None:
+    """A failure is in memory that stays in use after its result is dropped: any of large ones, half a kilobyte of a
+    small call."""
+    if t.ctx.device.type != "cpu" or not t.comm.eager or _allocated() is None:
+        return
+    for primitive, (n, turns) in product(PRIMITIVES, ((1 << 14, 32), (4 * t.size, 100))):
+        x = torch.ones(n - n % t.size, device=t.ctx.device)
         most = max(x.nbytes // 2, turns * 512)  # of 32 large results half of one
-        _, call, _ = calls(comm, primitive, [x] * comm.size, 1)[0]
+        _, call, _ = calls(t.comm, primitive, [x] * t.size, 1)[0]
         seen: list[int] = []
         for _ in range(3):
             for _ in range(turns):
@@ -155,10 +138,8 @@ def freed(ctx: ParallelContext) -> Wrong:
             seen.append(_allocated() or 0)
         # what grows in every round: buffers, and ranks in the same process, take their share in some of them
         grown = min(after - before for before, after in pairwise(seen))
-        if grown > most:
-            what = f"{turns} calls of {x.nbytes} bytes, whose results were dropped,"
-            out.append(f"{primitive}: {what} have left {grown} bytes in use on rank {ctx.rank}")
-    return out
+        what = f"{turns} calls of {x.nbytes} bytes, whose results were dropped,"
+        t.expect(grown <= most, f"{primitive}: {what} have left {grown} bytes in use")
 
 
 class _Mallinfo2(ctypes.Structure):

@@ -5,6 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+
+def multiple(n: int, least: int = 4) -> int:
+    """The smallest multiple of ``n`` from ``least`` on: a size that ``n`` ranks divide."""
+    return n * -(-least // n)
+
+
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

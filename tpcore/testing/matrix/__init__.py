@@ -13,45 +13,31 @@ with ``A`` the same expression over absolute values. Where A is 0 (padding), the
 
 from __future__ import annotations
 
-from typing import Any
+from itertools import zip_longest
 
 from ...runtime.context import ParallelContext
+from ..kit.collectives import Wrong
 from .attention import QKV
-from .cases import DTYPES, Case, MatrixRow
-from .compare import Findings
+from .cells import DTYPES, Case, Cell, MatrixRow
 from .embedding import EMBEDDING
 from .linear import COLUMN, COLUMN_BLOCKS, COLUMN_CONV1D, ROW, ROW_BLOCKS, ROW_CONV1D
-from .loss import CROSS_ENTROPY
-from .norm import LAYER_NORM, RMS_NORM
+from .loss_and_norm import CROSS_ENTROPY, LAYER_NORM, RMS_NORM
 
 __all__ = ["AXES", "DTYPES", "ROWS", "Case", "MatrixRow", "cases", "findings_of", "report", "run", "runnable"]
 
-ROWS: dict[str, MatrixRow] = {
-    row.name: row
-    for row in (
-        COLUMN,
-        ROW,
-        EMBEDDING,
-        LAYER_NORM,
-        RMS_NORM,
-        CROSS_ENTROPY,
-        COLUMN_BLOCKS,
-        ROW_BLOCKS,
-        COLUMN_CONV1D,
-        ROW_CONV1D,
-        QKV,
-    )
-}
+_PLAIN = (COLUMN, ROW, EMBEDDING, LAYER_NORM, RMS_NORM, CROSS_ENTROPY)
+_SPECIAL = (COLUMN_BLOCKS, ROW_BLOCKS, COLUMN_CONV1D, ROW_CONV1D, QKV)
+ROWS: dict[str, MatrixRow] = {row.name: row for row in (*_PLAIN, *_SPECIAL)}
 AXES = {name: row.axes for name, row in ROWS.items()}
 
 
-def cases(layer: str, dtype: str, **only: Any) -> list[Case]:
-    return ROWS[layer].cases(dtype, **only)
+def cases(layer: str, dtype: str) -> list[Case]:
+    return ROWS[layer].cases(dtype)
 
 
 def run(ctx: ParallelContext, some: list[Case]) -> list[str]:
     """Check every case on this rank; return the findings, empty if all is well."""
-    return [message for case in runnable(ctx, some) for message in findings_of(ctx, case).messages]
+    return [message for case in runnable(ctx, some) for message in findings_of(ctx, case)]
 
 
 def runnable(ctx: ParallelContext, some: list[Case]) -> list[Case]:
@@ -59,18 +45,18 @@ def runnable(ctx: ParallelContext, some: list[Case]) -> list[Case]:
     return [c for c in some if ctx.comm("tp").eager or ("mode", "sparse") not in c.options]
 
 
-def findings_of(ctx: ParallelContext, case: Case) -> Findings:
-    findings = Findings(ctx, str(case), case.torch_dtype)
+def findings_of(ctx: ParallelContext, case: Case) -> Wrong:
     try:
-        ROWS[case.layer].check(ctx, case, findings)
-        findings.settle()
+        cell = Cell(ctx, case)
+        ROWS[case.layer].check(cell)
+        cell.settle()
     except Exception as e:
         raise RuntimeError(f"{case} on rank {ctx.rank}: {type(e).__name__}: {e}") from e
-    return findings
+    return cell.found
 
 
-def report(results: list[list[str]]) -> None:
-    """Raise AssertionError with the findings of all ranks, if there are any."""
-    found = [message for rank in results for message in rank]
+def report(results: list[list[str]], failure: str = "") -> None:
+    """Raise AssertionError with the findings of all ranks, if there are any: of each in turn."""
+    found = [message for several in zip_longest(*results) for message in several if message is not None]
     if found:
-        raise AssertionError(f"{len(found)} findings, the first of them:\n" + "\n".join(found[:12]))
+        raise AssertionError(f"{failure}\n{len(found)} findings, the first of them:\n".lstrip() + "\n".join(found[:12]))

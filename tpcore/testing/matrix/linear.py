@@ -11,22 +11,7 @@ from torch import Tensor, nn
 import tpcore
 
 from ...layout.shard import Block, ShardSpec
-from ...runtime.context import ParallelContext
-from .cases import LEADS, Case, MatrixRow
-from .compare import Findings, Place, Reference
-from .cutting import (
-    GARBAGE,
-    chunk,
-    compare_gradients,
-    compare_initial,
-    cut_features,
-    features,
-    grad_of,
-    leaf,
-    scrambled,
-    sequence,
-    shard_of,
-)
+from .cells import GARBAGE, Cell, MatrixRow, Place, Reference, grad_of
 
 OTHER = 12  # features that are not cut: a column layer's inputs, a row layer's outputs
 LAYERS: dict[tuple[bool, bool], Any] = {
@@ -42,6 +27,7 @@ BLOCKS = {
     "heads": (Block(12, 3), Block(6, 3)),
     "copies": (Block(8), Block(4, 4, replicate=True), Block(4, 2, replicate=True)),
 }
+"""By name; the two units of "copies" are one where an odd number of ranks cannot have copies of two."""
 
 
 class _PlainConv1D(nn.Module):
@@ -56,158 +42,109 @@ class _PlainConv1D(nn.Module):
         return x @ self.weight + self.bias
 
 
-def _conv(case: Case) -> bool:
-    return case.layer.endswith("conv1d")
-
-
-def _cut(case: Case) -> tuple[ShardSpec, Any]:
+def _cut(c: Cell) -> tuple[ShardSpec, Any]:
     """The spec of the cut features, and the layer's option ``blocks`` for it."""
-    options = dict(case.options)
-    if isinstance(options["blocks"], int):
-        return features(case.size, options["blocks"]), options["blocks"]
-    blocks = BLOCKS[case.blocks]
+    named = c.case.blocks
+    if isinstance(named, int):
+        return ShardSpec.strided((c.case.size,), 0, named), named
+    blocks = BLOCKS[named]
+    if c.size > 1 and c.size % 2 and named == "copies":
+        blocks = (*blocks[:2], Block(4, 4, replicate=True))
     return ShardSpec((sum(b.size for b in blocks),), 0, blocks), blocks
 
 
 def _compare(
+    c: Cell,
     layer: Any,
     plain: Any,
-    case: Case,
     places: tuple[Place, Place],
     sends: tuple[Place, Place],
     roundings: tuple[tuple[int, int], tuple[int, int]],
-    ctx: ParallelContext,
-    found: Findings,
 ) -> None:
     """The output and all gradients. ``places``: this rank's parts of the input and of the output; ``sends``: what it
     is given of the input and of the output's gradient; ``roundings``: of the output and of the input's gradient."""
-    tp, lead = ctx.comm("tp"), LEADS[case.ndim]
-    compare_initial(layer, plain, ctx, found)
-    data = torch.randn(*lead, layer.in_features).to(case.torch_dtype)
-    grad = torch.randn(*lead, layer.out_features).to(case.torch_dtype)
-    if _conv(case):  # whose bias starts at zero
+    c.initial(layer, plain)
+    data = torch.randn(*c.lead, layer.in_features).to(c.dtype)
+    grad = torch.randn(*c.lead, layer.out_features).to(c.dtype)
+    if isinstance(plain, _PlainConv1D):  # whose bias starts at zero
         plain.bias.data.normal_()
-        layer.bias.data.copy_(shard_of(layer, "bias", plain.bias.detach(), ctx))
+        layer.bias.data.copy_(c.shard_of(layer, "bias", plain.bias.detach()))
     exact, sizes = (Reference(plain, lambda m, x: [m(x)], data, [grad], of) for of in (torch.clone, torch.abs))
 
-    x = leaf(sends[0](data), case, ctx)
+    x = c.leaf(sends[0](data))
     y = layer(x)
-    if ("skip_bias_add", True) in case.options:
+    if ("skip_bias_add", True) in c.case.options:
         y, bias = y
-        found.expect((bias is not None) == case.bias, f"skip_bias_add returned the bias {bias}")
+        c.expect((bias is not None) == c.case.bias, f"skip_bias_add returned the bias {bias}")
         y = y if bias is None else y + bias
-    found.part("output", y, (exact.outs[0], sizes.outs[0]), roundings[0], places[1], tp)
-    y.backward(scrambled(sends[1](grad).to(ctx.device), case.scrambled))
-    found.part("input grad", x.grad, (grad_of(exact.x), grad_of(sizes.x)), roundings[1], places[0], tp)
+    c.part("output", y, (exact.outs[0], sizes.outs[0]), roundings[0], places[1])
+    y.backward(c.placed(sends[1](grad)))
+    c.part("input grad", x.grad, (grad_of(exact.x), grad_of(sizes.x)), roundings[1], places[0])
 
     def rounded(name: str) -> int:
         # ranks with the same part round their shares of a weight's gradient, and then the sum; if tokens are cut,
         # each rank's part of the bias' gradient is rounded before and after the sum
         return 2 if layer.copies or name == "bias" else 1
 
-    tokens = data[..., 0].numel()
-    compare_gradients(layer, exact.module, sizes.module, tokens + 4, rounded, ctx, found)
+    c.gradients(layer, exact.module, sizes.module, data[..., 0].numel() + 4, rounded)
 
 
-def linear(ctx: ParallelContext, case: Case, found: Findings) -> None:
-    n, (spec, blocks), column = ctx.comm("tp").size, _cut(case), case.layer.startswith("column")
+def linear(c: Cell) -> None:
+    case, (spec, blocks) = c.case, _cut(c)
+    column, conv = case.layer.startswith("column"), case.layer.endswith("conv1d")
     (size,) = spec.shape
     inputs, outputs = (OTHER, size) if column else (size, OTHER)
     torch.manual_seed(7)
-    if _conv(case):
-        plain: nn.Module = _PlainConv1D(inputs, outputs, case.torch_dtype)
-    else:
-        plain = nn.Linear(inputs, outputs, bias=case.bias, dtype=case.torch_dtype)
+    kind: Any = _PlainConv1D if conv else partial(nn.Linear, bias=case.bias)
+    plain = kind(inputs, outputs, dtype=c.dtype)
     torch.manual_seed(7)
-    layer = LAYERS[column, _conv(case)](
+    layer = LAYERS[column, conv](
         inputs,
         outputs,
         case.bias,
         case.gather_output if column else case.input_is_parallel,
-        case.torch_dtype,
-        ctx.device,
+        c.dtype,
+        c.ctx.device,
         skip_bias_add=("skip_bias_add", True) in case.options,
         pad=True,
         blocks=blocks,
-        **sequence(case),
+        **c.sequence,
     )
 
     def share(grad: Tensor) -> Tensor:
         """This rank's part: 1 / the number of ranks that compute an output, of its gradient."""
-        copies = zip(spec.blocks, spec.block_copies(n), strict=True)
+        copies = zip(spec.blocks, spec.block_copies(c.size), strict=True)
         shares = torch.cat([torch.full((block.size,), 1 / times) for block, times in copies])
         return part(grad * shares.to(grad.dtype), padding=GARBAGE)
 
-    tokens, part = partial(chunk, dim=case.seq, ctx=ctx), partial(cut_features, spec=spec, ctx=ctx)
+    part = partial(c.features, spec=spec)
     whole = case.gather_output if column else not case.input_is_parallel
     sharded: Place = (lambda t: t) if whole else part
     sent: Place = sharded if whole else share if column else partial(part, padding=GARBAGE)
     if column:
         # two roundings to the dtype: of each rank's part, and of their sum, which is computed in a wider dtype
-        roundings = (OTHER + 1, 2), (2 * size + n, 2)
-        _compare(layer, plain, case, (tokens, sharded), (tokens, sent), roundings, ctx, found)
+        roundings = (OTHER + 1, 2), (2 * size + c.size, 2)
+        _compare(c, layer, plain, (c.tokens, sharded), (c.tokens, sent), roundings)
         return
     # three roundings: of each rank's part, of their sum, and of the sum with the bias
-    roundings = (size + n + 1, 3), (OTHER, 1)
-    _compare(layer, plain, case, (sharded, tokens), (sent, tokens), roundings, ctx, found)
+    roundings = (size + c.size + 1, 3), (OTHER, 1)
+    _compare(c, layer, plain, (sharded, c.tokens), (sent, c.tokens), roundings)
     if layer.bias is not None:
-        found.replicated("bias grad", layer.bias.grad, ctx.comm("tp"))
+        c.replicated("bias grad", layer.bias.grad)
 
 
-def _row_accepts(o: dict[str, Any]) -> bool:
-    return o["seq"] is None or bool(o["input_is_parallel"])
+def _row(name: str, **axes: tuple[Any, ...]) -> MatrixRow:
+    column = name.startswith("column")
+    way = "gather_output" if column else "input_is_parallel"
+    axes = {"seq": (None, 1), "bias": (True,), way: (True, False), **axes}
+    layer = LAYERS[column, name.endswith("conv1d")]
+    return MatrixRow(name, layer, axes, linear, lambda o: o["seq"] is None or bool(o.get("input_is_parallel", True)))
 
 
 # sizes: an even one, and one of which the last rank at tp=4 has only padding
 SIZES = {"size": (24, 9), "blocks": (1, 3)}
-COLUMN = MatrixRow(
-    "column",
-    tpcore.ColumnParallelLinear,
-    {
-        "seq": (None, 0, 1),
-        "bias": (True, False),
-        "gather_output": (True, False),
-        "skip_bias_add": (False, True),
-        **SIZES,
-    },
-    linear,
-)
-ROW = MatrixRow(
-    "row",
-    tpcore.RowParallelLinear,
-    {
-        "seq": (None, 0, 1),
-        "bias": (True, False),
-        "input_is_parallel": (True, False),
-        "skip_bias_add": (False, True),
-        **SIZES,
-    },
-    linear,
-    _row_accepts,
-)
-COLUMN_BLOCKS = MatrixRow(
-    "column blocks",
-    tpcore.ColumnParallelLinear,
-    {"seq": (None, 1), "bias": (True,), "gather_output": (True, False), "blocks": tuple(BLOCKS)},
-    linear,
-)
-ROW_BLOCKS = MatrixRow(
-    "row blocks",
-    tpcore.RowParallelLinear,
-    {"seq": (None, 1), "bias": (True,), "input_is_parallel": (True, False), "blocks": tuple(BLOCKS)[:3]},
-    linear,
-    _row_accepts,
-)
-COLUMN_CONV1D = MatrixRow(
-    "column conv1d",
-    tpcore.layers.ColumnParallelConv1D,
-    {"seq": (None, 1), "bias": (True,), "gather_output": (True, False), **SIZES},
-    linear,
-)
-ROW_CONV1D = MatrixRow(
-    "row conv1d",
-    tpcore.layers.RowParallelConv1D,
-    {"seq": (None, 1), "bias": (True,), "input_is_parallel": (True, False), **SIZES},
-    linear,
-    _row_accepts,
-)
+ALL = {"seq": (None, 0, 1), "bias": (True, False), "skip_bias_add": (False, True), **SIZES}
+COLUMN, ROW = _row("column", **ALL), _row("row", **ALL)
+COLUMN_BLOCKS = _row("column blocks", blocks=tuple(BLOCKS))
+ROW_BLOCKS = _row("row blocks", blocks=tuple(BLOCKS)[:3])
+COLUMN_CONV1D, ROW_CONV1D = _row("column conv1d", **SIZES), _row("row conv1d", **SIZES)

@@ -24,10 +24,9 @@ from ...runtime.context import ParallelContext, use
 from ...runtime.init import init, shutdown
 from .. import matrix
 from ..kit import collectives as bodies
-from ..kit import programs, stages
+from ..kit import programs, training
 from ..kit.collectives import Wrong
 from ..kit.contract import Contract
-from . import bert
 
 
 @dataclass
@@ -101,25 +100,23 @@ def _rows(ctx: ParallelContext) -> Iterator[Row]:
     for primitive in bodies.PRIMITIVES:
         for dtype in can.dtypes:
             wrong = bodies.right_values(ctx, primitive, dtype)
-            yield _row(primitive, str(dtype).removeprefix("torch."), len(bodies.SHAPES), wrong)
+            yield _row(primitive, str(dtype).removeprefix("torch."), len(bodies.shapes(ctx.comm("tp").size)), wrong)
     yield from edge_rows(ctx)
     for layer, axes in matrix.AXES.items():
         for name, dtype in matrix.DTYPES.items():
             if dtype in can.dtypes:
                 for sequence in (False, True) if "seq" in axes else (False,):
                     yield _layer(ctx, layer, name, sequence)
-    yield _row("training step", "float32", 2, programs.training_step(ctx))
-    two = stages.stages_mesh(ctx.mesh)
+    two = training.stages_mesh(ctx.mesh)
     if two is not None:
         with use(ParallelContext(ctx.backend, two, ctx.rank)) as staged:
-            yield _row("pipeline of 2 stages", "float32", 4, stages.pipeline_step(staged))
+            yield _row("pipeline of 2 stages", "float32", 4, training.pipeline_steps(staged))
     if ctx.comm("tp").size > 1:
         yield _row("random streams", "float32", 3, programs.random_streams(ctx))
     yield _row("checkpoint round trip", "float32", 1, programs.checkpoint_round_trip(ctx))
     if can.tracing:
         yield _row("trace", "float32", 6, programs.traced_program(ctx))
-    if bert.HEADS % ctx.comm("tp").size == 0:
-        yield _row("BERT step", "float32", bert.STEPS, bert.training_steps(ctx))
+    yield _row("BERT step", "float32", training.STEPS, training.training_steps(ctx))
 
 
 _ELSEWHERE = {
@@ -146,7 +143,7 @@ class _Edges(Contract):
     def run(self, mesh: Mesh, fn: Callable[..., Wrong], *args: Any) -> list[list[str]]:
         return [fn(self._ctx, *args)]
 
-    def _check(self, results: list[list[str]]) -> None:
+    def _check(self, results: list[list[str]], failure: str = "") -> None:
         self.wrong += results[0]
 
 
@@ -173,11 +170,13 @@ def _row(what: str, dtype: str, cases: int, wrong: Wrong) -> Row:
 def _layer(ctx: ParallelContext, layer: str, dtype: str, sequence: bool) -> Row:
     some = [case for case in matrix.cases(layer, dtype) if (dict(case.options).get("seq") is not None) == sequence]
     some = some[:: 7 if len(some) > 20 else 1]
-    found = [matrix.findings_of(ctx, case) for case in matrix.runnable(ctx, some)]
-    error, allowed = max((f.worst for f in found), key=lambda w: w[0] / max(w[1], 1e-300))
+    every = Wrong()
+    for case in (runnable := matrix.runnable(ctx, some)):
+        found = matrix.findings_of(ctx, case)
+        every += found
+        every.reached(found.error, found.allowed)
     name = f"{layer}, sequence parallel" if sequence else layer
-    kind = str(matrix.DTYPES[dtype]).removeprefix("torch.")
-    return Row(name, kind, len(found), error, allowed, [m for f in found for m in f.messages])
+    return _row(name, str(matrix.DTYPES[dtype]).removeprefix("torch."), len(runnable), every)
 
 
 def _merged(ctx: ParallelContext, row: Row) -> Row:
@@ -186,8 +185,3 @@ def _merged(ctx: ParallelContext, row: Row) -> Row:
     row.error, row.allowed = worst.error, worst.allowed
     row.wrong = [message for r in rows for message in r.wrong]
     return row
-
-
-def figures(row: Row) -> tuple[str, str]:
-    """The row's error and allowed error, formatted for a table."""
-    return (f"{row.error:.1e}", f"{row.allowed:.1e}") if row.allowed else (f"{row.error:.3g}", "exact")

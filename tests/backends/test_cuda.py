@@ -378,6 +378,8 @@ def test_a_capture_is_not_followed(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)  # noqa: B023  called at once
         queue.finish(cast(Any, watch), None)
         assert len(queue._under_way) == followed
+    queue.start()
+    queue.close()
 
 
 class Queued(CudaBackend):

@@ -60,7 +60,7 @@ def test_gloo_is_right(tp: int, tmp_path: Path) -> None:
     assert {"trace", "BERT step"} <= names
     assert ({"large", "no dims", "precision"} <= names) == (tp > 1)
     measured = {row["what"] for row in rows if row["error"] > 0}
-    assert {"trace", "BERT step"} <= measured
+    assert {"BERT step", *(["trace"] if tp > 1 else [])} <= measured
     assert all(row["error"] <= row["allowed"] for row in rows)
     assert not any(row["wrong"] for row in rows)
     assert "WRONG" not in done.stdout

@@ -46,7 +46,7 @@ class _Changed(GlooBackend):
 
 
 def _changed(name: str, instead: Callable[..., Any]) -> type[GlooBackend]:
-    return type(name, (_Changed,), {"instead": instead})
+    return type(name, (_Changed,), {"instead": instead, "__module__": __name__})
 
 
 def fail(error: BaseException) -> NoReturn:

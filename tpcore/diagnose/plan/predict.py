@@ -224,7 +224,7 @@ def _update_peak(model: Reduced, choice: Choice, gradients: float, entries: floa
     # the values of the chunks are filled before the gradients are reduced, and freed after the step
     mean = entries * (kept.nbytes / kept.elements if model.master is None else model.master.itemsize)
     values = mean if model.master is None else 0.0  # master weights are part of the state
-    bucket = choice.bucket_mb * 2**20 * (1 + 1 / choice.data)
+    bucket = min(choice.bucket_mb * 2**20, gradients) * (1 + 1 / choice.data)
     return max(gradients + values + bucket, values + mean + max(stepping, bucket))
 
 

@@ -499,3 +499,22 @@ def test_version_1_is_read_at_any_degree(tp: int) -> None:
                 torch.testing.assert_close(got, expected, **ROUNDED, msg=f"{index} {key}")
 
     run_ranks(Mesh({"pp": 1, "dp": 1, "tp": tp}), rank)
+
+
+def test_a_checkpoint_of_a_newer_version_is_the_latest_and_refused(tmp_path: Path) -> None:
+    """An older one in its place would lose steps in silence."""
+
+    def rank(ctx: ParallelContext) -> None:
+        for step in (1, 2):
+            save({"model": {"p": torch.ones(2)}}, tmp_path / f"step_{step}")
+
+    run_ranks(Mesh({"dp": 1, "tp": 1}), rank)
+    manifest = tmp_path / "step_2" / "manifest.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "version": 99}))
+    assert str(tpcore.checkpoint.latest(tmp_path)) == str(tmp_path / "step_2")
+
+    def refused(ctx: ParallelContext) -> None:
+        with pytest.raises(CheckpointError, match="version 99"):
+            load(tmp_path / "step_2")
+
+    run_ranks(Mesh({"dp": 1, "tp": 1}), refused)

@@ -244,6 +244,24 @@ def test_what_transformers_5_has_not_in_scripts_for_optimum_neuron() -> None:
     assert not new.stays
 
 
+@pytest.mark.parametrize("script", [OPTIMUM_EARLY, OPTIMUM_LATE], ids=["early", "late"])
+def test_the_rewritten_imports_of_optimum_neuron_work(script: str) -> None:
+    pytest.importorskip("accelerate")
+    tree = ast.parse(Script(script).rewritten())
+    found: dict[str, object] = {}
+    for node in tree.body:
+        trl = find_spec("trl") is None and "NeuronSFT" in ast.unparse(node)  # not among the pinned packages
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("tpcore") and not trl:
+            exec(compile(ast.Module([node], []), "<imports>", "exec"), found)
+    assert "NeuronTrainer" in found
+    assert "NeuronAccelerator" in found
+
+
+@pytest.mark.parametrize("module", ["neuronx_distributed.parallel_layers", "megatron.core.parallel_state"])
+def test_a_star_is_a_finding(module: str) -> None:
+    assert [finding.line for finding in Script(f"from {module} import *\n").findings] == [1]
+
+
 def test_formatting_stays() -> None:
     odd = "# ä\r\nif 1:\r\n\tfrom   neuronx_distributed.utils  import  ( logger ,\r\n\t\tbatch_utils )  # b\r\n"
     assert Script(odd).rewritten() == odd.replace("neuronx_distributed", "tpcore.nxd")

@@ -472,3 +472,22 @@ def test_moving_keeps_parameters_the_objects_that_they_are(ctx: ParallelContext)
     tpcore.layers.move_model_to_device(seen, "meta")
     assert seen.weight.is_meta
     assert held() is not seen.weight
+
+
+def test_a_backward_after_the_mean_is_refused() -> None:
+    """The step would leave its gradients out: clipping is for once, after the last backward."""
+
+    def rank(ctx: ParallelContext) -> None:
+        layer = nn.Linear(4, 4)
+        optimizer = Zero1(torch.optim.SGD, layer.named_parameters(), lr=0.1)
+        layer(torch.ones(1, 4)).sum().backward()
+        tpcore.clip_grad_norm(layer, 1.0)
+        layer(torch.ones(1, 4)).sum().backward()
+        for late in (optimizer.step, lambda: tpcore.clip_grad_norm(layer, 1.0)):
+            with pytest.raises(ValueError, match="a backward has run since the mean of this step's gradients"):
+                late()
+        optimizer.zero_grad()
+        layer(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+
+    run_ranks(Mesh({"dp": 2, "tp": 1}), rank)

@@ -219,10 +219,12 @@ def _numbered(names: Iterable[str], stem: str | None = None) -> list[tuple[int, 
 
 
 def _is_checkpoint(folder: str) -> bool:
-    """Whether ``folder`` has a valid manifest, and not one of a traced model for example."""
+    """Whether ``folder`` has a manifest, and not one of a traced model for example. Of what another version of tpcore
+    wrote, and of what is damaged further on, loading says so: an older checkpoint is not taken in its place."""
     path = os.path.join(folder, MANIFEST)
     with suppress(CheckpointError):
-        return bool(Manifest.from_json(read_file(path), path))
+        top = loads(read_file(path), path)
+        return isinstance(top, dict) and top.get("format") == FORMAT
     return False
 
 

@@ -107,6 +107,8 @@ def decode(tree: Any, path: Path = ()) -> Any:
             out = _DICTS[tag]()
             for encoded, item in tree["items"]:
                 key = decode(encoded, (*path, "a key"))
+                if isinstance(key, Leaf):
+                    raise CheckpointError("a tensor is a key of a dict")
                 out[key] = decode(item, (*path, key))
             if tree.get("metadata") is not None:
                 out._metadata = decode(tree["metadata"], (*path, "_metadata"))  # type: ignore[attr-defined]

@@ -48,8 +48,13 @@ def numbers_of(option: str, text: str) -> list[int]:
         raise ValueError(f"{option} takes numbers with commas, as 0,3, not {text!r}") from None
 
 
-def bytes_of(option: str, text: str) -> int:
+def bytes_of(option: str, text: str, *, unit: bool = False) -> int:
+    """``unit``: it has to be named."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", text.upper())
-    if match is None or not (size := int(float(match[1]) * 1000 ** " KMGT".index(match[2] or " "))):
+    if (
+        match is None
+        or (unit and not match[2])
+        or not (size := int(float(match[1]) * 1000 ** " KMGT".index(match[2] or " ")))
+    ):
         raise ValueError(f"{option} {text}: a size such as 5GB or 500MB")
     return size

@@ -66,7 +66,7 @@ def plan_mesh(
             return
         sizes: dict[str, Any] = {"hosts": hosts, "devices": devices, "per_host": per_host, "machine": machine}
         sizes |= {"batch": batch, "seq_len": seq_len, "dtype": dtype_of(dtype), "capacity_factor": capacity_factor}
-        sizes["memory"] = None if memory is None else float(bytes_of("--memory", memory))
+        sizes["memory"] = None if memory is None else float(bytes_of("--memory", memory, unit=True))
         found = plan(target, **sizes, scaling=plot is not None)
         title = f"{found.model} on {found.limits.devices} devices of {found.machine.name}"
         if plot is not None and found.rows:

@@ -129,7 +129,7 @@ def cut_features(layer: ParallelModule, name: str, blocks: Blocks, pad: bool) ->
         raise ValueError(
             f"{what}: {name}={size}{parts_of} is not divisible by tp={n}; pass pad=True to pad it with zeros"
         )
-    if spec.padded(n):  # what operations make of these parts has no mark
+    if spec.padded(n) and name != "embedding_dim":  # what operations make of these parts has no mark
         layer.tp.padded.add(spec.local_shape(n)[0])
     return spec
 

@@ -25,9 +25,9 @@ How = tuple[Comm, int | None, torch.dtype]
 def autocast_of(device: str) -> Callable[[], torch.autocast]:
     """Makes the present autocast context, or its absence, once more: for what backward computes again."""
     # for "meta", where steps are recorded, autocast is an error
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    if not torch.amp.is_autocast_available(device):
         return partial(torch.autocast, "cpu", enabled=False)
-    return partial(torch.autocast, device, torch.get_autocast_dtype(device))
+    return partial(torch.autocast, device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -173,7 +173,7 @@ def _connect(model: nn.Module, cuts: list[Cut], comm: Comm, rules: Mapping[str, 
     if isinstance(head, ColumnParallelLinear) and any(cut.style == styles.COLUMN_GATHERED for cut in cuts):
         cut_loss(model, head)
     guard(model)
-    model.__dict__["save_pretrained"] = MethodType(save_whole, model)
+    model.__dict__.setdefault("save_pretrained", MethodType(save_whole, model))
 
 
 def _summary(model: nn.Module, capacity_factor: float | None) -> str:

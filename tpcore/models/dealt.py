@@ -217,13 +217,19 @@ class SequenceLoss:
         # of which it is known that it counts
         self._sums = str(getattr(inner, "__module__", "")).startswith(("transformers.", "tpcore."))
 
-    def __call__(self, logits: Tensor, labels: Any = None, vocab_size: int | None = None, **options: Any) -> Tensor:
+    def __call__(
+        self,
+        logits: Tensor,
+        labels: Any = None,
+        vocab_size: int | None = None,
+        num_items_in_batch: Any = None,
+        **options: Any,
+    ) -> Tensor:
         labels = labels if options.get("shift_labels") is None else options["shift_labels"]
         options.pop(_DOCUMENTS, None)
         if labels is None:
             raise ValueError("a loss needs labels, or shift_labels")
-        count = options.pop("num_items_in_batch", None)
-        count = self._context.count(labels) if count is None else count
+        count = self._context.count(labels) if num_items_in_batch is None else num_items_in_batch
         options |= {"vocab_size": vocab_size, "shift_labels": labels}
         part = self._inner(logits, labels=labels, num_items_in_batch=count, **options)
         if not (self._sums or part.is_meta or torch.compiler.is_compiling()):

@@ -110,8 +110,9 @@ def localize(owner: nn.Module, n: int, copies: int, width: int) -> None:
             setattr(owner, name, max(1, count * copies // n))
         elif name in _LOCAL_WIDTH and count == width:
             setattr(owner, name, width // n)
-        elif name == "num_key_value_groups":
-            setattr(owner, name, count // copies)
+    groups = getattr(owner, "num_key_value_groups", None)
+    if copies > 1 and isinstance(groups, int):
+        setattr(owner, "num_key_value_groups", groups // copies)  # noqa: B010  typed as a module otherwise
     if "config" in vars(owner) and says(type(owner).forward, rf"\.config\.({'|'.join(_HEAD_COUNT)})\b"):
         setattr(owner, "config", LocalConfig(owner.config, n))  # noqa: B010  typed as a module otherwise
 

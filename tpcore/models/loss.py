@@ -26,10 +26,18 @@ class VocabularyLoss:
     def __init__(self, head: ColumnParallelLinear, whole: Callable[..., Tensor], shift: bool) -> None:
         self._head, self._whole, self._shift = head, whole, shift
 
-    def __call__(self, logits: Tensor, labels: Any = None, vocab_size: int | None = None, **options: Any) -> Tensor:
+    def __call__(
+        self,
+        logits: Tensor,
+        labels: Any = None,
+        vocab_size: int | None = None,
+        num_items_in_batch: Any = None,
+        **options: Any,
+    ) -> Tensor:
         vocab = self._head.out_features
         if self._head.gather_output:
-            return self._whole(logits, labels, vocab if vocab_size is None else vocab_size, **options)
+            vocab = vocab if vocab_size is None else vocab_size
+            return self._whole(logits, labels, vocab, num_items_in_batch, **options)
         ignored, smoothing = options.get("ignore_index", -100), options.get("label_smoothing", 0.0)
         if options.get("shift_labels") is not None:
             labels = options["shift_labels"]
@@ -38,8 +46,7 @@ class VocabularyLoss:
         if labels is None:
             raise ValueError("the loss over a cut vocabulary needs labels, or shift_labels")
         each = parallel_cross_entropy(logits, labels, smoothing, ignored, vocab_size=vocab, group=self._head.tp)
-        count: Any = options.get("num_items_in_batch")
-        total: Tensor = each.sum() / ((labels != ignored).sum() if count is None else count)
+        total: Tensor = each.sum() / ((labels != ignored).sum() if num_items_in_batch is None else num_items_in_batch)
         return total
 
 

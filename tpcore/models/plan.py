@@ -27,7 +27,9 @@ STYLES = frozenset(
     | {EMBEDDING_ROW, EMBEDDING_COLUMN, EMBEDDING_HEADS, HEADS_ARGUMENT, SUMMED, REPLICATE, LOCAL_PARAMETERS}
     | {EXPERTS, PARTIAL, IDENTITY_EXPERT, LATENT}
 )
-ALIASES = {"colwise_rep": COLUMN_GATHERED, "rowwise_rep": ROW_SPLIT}  # before transformers 5.1
+ALIASES = {"colwise_rep": COLUMN_GATHERED, "rowwise_rep": ROW_SPLIT}  # before transformers 5.1, and
+ALIASES |= {"local_colwise": COLUMN, "local_rowwise": ROW}
+ALIASES |= {"local_packed_colwise": PACKED_COLUMN, "local_packed_rowwise": PACKED_ROW}
 
 
 def wildcard(name: str) -> str:

@@ -115,7 +115,7 @@ def _embedding(old: nn.Module, collect: bool = True, **options: Any) -> Parallel
         layer = ParallelEmbedding.from_plain(old, **options)
         layer.collect_output = collect
         return layer
-    if not says(kind.forward, r"\bsuper\(\)\.forward\b"):
+    if not says(kind.forward, r"\bsuper\([^)]*\)\.forward\("):
         raise ValueError(
             f"{kind.__name__} has a forward of its own that does not ask nn.Embedding's: it cannot be cut; "
             "give its name the style 'replicate'"

@@ -15,19 +15,25 @@ from typing import Any
 from torch import nn
 
 
-@cache
 def tree_of(function: Callable[..., Any]) -> ast.AST | None:
     """The syntax tree of a function inside its decorators; None without source."""
+    return _parsed(inspect.unwrap(getattr(function, "__func__", function)))  # of no object, which would be kept
+
+
+@cache
+def _parsed(function: Callable[..., Any]) -> ast.Module | None:
     try:
-        return ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
+        return ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, TypeError, SyntaxError):
         return None
 
 
 def says(function: Callable[..., Any], pattern: str) -> bool:
-    """Whether ``pattern`` occurs in the code of a function, as ``ast.unparse`` writes it."""
-    tree = tree_of(function)
-    return tree is not None and re.search(pattern, ast.unparse(tree)) is not None
+    """Whether ``pattern`` occurs in the code of a function, as ``ast.unparse`` writes it, without its docstring."""
+    definition: Any = getattr(tree_of(function), "body", [None])[0]
+    body = [] if definition is None else getattr(definition, "body", [definition])
+    said = [node for node in body if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))]
+    return any(re.search(pattern, ast.unparse(node)) for node in said)
 
 
 def _parents(tree: ast.AST) -> dict[ast.AST, ast.AST]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..backend.registry import backend_class
 from ..checkpoint.storage.files import MANIFEST, make_dirs, naming, sync_dir, write_file
-from ..checkpoint.storage.publish import OwnedDirectory, Staging, link
+from ..checkpoint.storage.publish import OwnedDirectory, Staging, link, resolve
 from ..errors import BackendError, CheckpointError
 from ..processes.launch import launch
 from ..runtime.init import choose_backend
@@ -104,7 +104,7 @@ def parallel_model_load(
 
     A program is code: load only files that you trust. CheckpointError for files that are missing, damaged, or
     of another version. ValueError if the machine cannot hold that many ranks."""
-    folder = Path(load_dir).absolute()
+    folder = Path(resolve(os.path.realpath(load_dir)))
     manifest = opened(folder, verify=verify)
     _check_degree(manifest.tp, manifest.backend)
     return TensorParallelModel(folder, manifest, timeout=timeout, restart=restart).start()

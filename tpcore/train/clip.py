@@ -119,8 +119,9 @@ def clip_grad_norm(parameters: Parameters, max_norm: float, norm_type: float | s
     unique = unique_parameters(parameters)
     trained = {q for q in unique if q.requires_grad}
     for optimizer in filter(None, (ref() for ref in reversed(current().steppers))):
-        averaged = optimizer.averaged
-        if not trained.isdisjoint(averaged):
+        averaged = {q for q in optimizer.averaged if q.requires_grad}
+        # by all parameters, so that a stage of which all are frozen takes the same way
+        if not optimizer.averaged.isdisjoint(unique):
             if trained != averaged:
                 raise ValueError(
                     f"clip_grad_norm of {len(trained)} parameters, and a Zero1 has the gradients of "

@@ -118,9 +118,15 @@ def check_not_replaced(groups: Iterable[dict[str, Any]]) -> None:
         )
 
 
-def name_parameters(optimizer: Optimizer, model: nn.Module) -> None:
-    """Give groups without names those of ``model``, by which another mesh finds the parameters' state."""
+def name_parameters(optimizer: Optimizer, model: nn.Module, *, others: bool = False) -> None:
+    """Give groups without names those of ``model``, by which another mesh finds the parameters' state. ValueError for
+    parameters that are not the model's, unless there may be ``others``: then no group is named."""
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
-    for group in optimizer.param_groups:
-        if all(p in names for p in group["params"]):
-            group.setdefault("param_names", [names[p] for p in group["params"]])
+    foreign = [i for i, group in enumerate(optimizer.param_groups) if not all(p in names for p in group["params"])]
+    if foreign and not others:
+        raise ValueError(
+            f"group {foreign[0]} of the optimizer has parameters that are not those of {type(model).__name__}, which "
+            "it would not train: make the optimizer of model.named_parameters(), after what replaces parameters"
+        )
+    for group in () if foreign else optimizer.param_groups:
+        group.setdefault("param_names", [names[p] for p in group["params"]])

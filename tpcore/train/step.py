@@ -32,7 +32,7 @@ class Stepping:
     def reduce_gradients(self) -> None:
         """Take the mean of the gradients over dp. Collective."""
         reduce_beside(self._parameters, overlap_of(self.scaled).take())
-        if not self.gradients():
+        if not self.gradients() and not self.scaled.state:  # before its first step
             check_not_replaced(self.scaled.param_groups)
 
     def gradients(self) -> list[Tensor]:

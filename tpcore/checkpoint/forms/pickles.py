@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from ...errors import CheckpointError
 from ..storage.files import open_regular
@@ -173,8 +173,11 @@ def differing(rests: Sequence[Mapping[Any, Any]]) -> list[Any]:
 
 
 def _same(a: Any, b: Any) -> bool:
-    (mine, form), (theirs, other) = tree_flatten(a), tree_flatten(b)
-    return form == other and all(map(equal, mine, theirs))
+    if isinstance(a, Mapping) and isinstance(b, Mapping):  # in any order
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return equal(a, b)
 
 
 def equal(a: Any, b: Any) -> bool:

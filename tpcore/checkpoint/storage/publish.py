@@ -104,7 +104,8 @@ def link(source: str, target: str) -> None:
     """Hard links to all files of ``source``; copies on a file system without hard links."""
     if os.path.isdir(source):
         shutil.copytree(source, target, copy_function=link)
-        sync_dir(target)
+        for folder, _, _ in os.walk(target, topdown=False):
+            sync_dir(folder)
         return
     try:
         os.link(source, target)
@@ -228,6 +229,7 @@ def _clean_up(target: str, also: Collection[str]) -> None:
     found = resolve(target)
     if found != target:
         with naming("put in place", found):
+            also = {*also, *os.listdir(found)}  # of another kind of save: a complete one has what it wrote, and no more
             os.makedirs(target, exist_ok=True)
             _link_in(found, target, also)
         sync_dir(os.path.dirname(target))
@@ -273,7 +275,7 @@ class OwnedDirectory(tempfile.TemporaryDirectory[str]):
         for name in os.listdir(home):
             if name.startswith(prefix) and _abandoned(os.path.join(home, name)):
                 shutil.rmtree(os.path.join(home, name), ignore_errors=True)
-        super().__init__(prefix=prefix, dir=home)
+        super().__init__(prefix=prefix, dir=home, ignore_cleanup_errors=True)  # which would hide an error before
         new = os.path.join(self.name, f"{_OWNER}.new")
         self._owner = open(new, "xb")  # noqa: SIM115  held until the directory goes
         with suppress(OSError):  # a file system without locks: nobody can lock it, so nobody removes it
@@ -287,10 +289,10 @@ class OwnedDirectory(tempfile.TemporaryDirectory[str]):
 
 def _abandoned(folder: str) -> bool:
     """Whether it is this user's, and the process that made it has ended."""
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with suppress(OSError):  # of another program, being made or removed at this moment, or locked
         if os.stat(folder).st_uid == os.geteuid():
-            with open(os.open(os.path.join(folder, _OWNER), flags), "rb") as f:
+            with open(os.open(os.path.join(folder, _OWNER), flags), "rb+") as f:
                 fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return True
     return False

@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +146,7 @@ def _from_json(entry: Any) -> Machine:
 
 
 def check_number(field: str, value: Any, *, zero: bool = False) -> None:
-    right = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    right = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
     if not (right and (value > 0 or (zero and value == 0))):
         raise ValueError(f"{field} must be a number {'of at least' if zero else 'above'} 0, not {value!r}")
 

@@ -95,7 +95,7 @@ def _exists(name: str) -> bool:
     """Whether ``name`` is a module of tpcore, or an attribute of one."""
     try:
         resolve_name(name)
-    except (ImportError, AttributeError):
+    except (ImportError, AttributeError, ValueError):  # the last of what is no name, as a star
         return False
     return True
 

@@ -60,8 +60,8 @@ def get_grad_norm(
     zero1_optimizer_groups: Any = None,
     force_spmd: bool = True,
 ) -> Tensor:
-    """The norm of the full gradient, as ``clip_grad_norm`` returns it, without clipping. Collective. ``force_spmd`` is
-    about programs, which are the same on all ranks in any case."""
+    """The norm of the full gradient in ``.grad``, without clipping: with ZeRO-1 that is this dp rank's own, until the
+    step takes the mean. Collective. ``force_spmd`` is about programs, which are the same on all ranks in any case."""
     _check_not_zero1(zero1_optimizer, zero1_optimizer_groups)
     unique = unique_parameters(parameters)
     device = unique[0].device if unique else None

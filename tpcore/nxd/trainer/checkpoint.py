@@ -100,7 +100,7 @@ def _named(optimizer: Any, model: Any) -> Any:
     """The optimizer whose state it is. Its parameters get the names by which another degree finds their state."""
     found = optimizer.optimizer if isinstance(optimizer, NxDOptimizer) else optimizer
     if isinstance(model, nn.Module) and isinstance(found, torch.optim.Optimizer):
-        name_parameters(found, model)
+        name_parameters(found, model, others=True)
     return found
 
 

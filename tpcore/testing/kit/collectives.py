@@ -47,7 +47,7 @@ class RankCheck:
 
     def __init__(self, ctx: ParallelContext, comm: Comm | None = None, found: Wrong | None = None) -> None:
         self.ctx, self.comm = ctx, comm or ctx.comm("tp")
-        self.size, self.me = self.comm.size, int(self.comm.position.cpu())
+        self.size, self.me = self.comm.size, int(self.comm.position.cpu().reshape(-1)[0])
         self.k = multiple(self.size)
         self.found = Wrong() if found is None else found
 
@@ -254,7 +254,7 @@ def groups(t: RankCheck, primitive: str) -> None:
     order, of a part of them, of the world."""
     ctx, axes = t.ctx, tuple(t.ctx.mesh.axes)
     tried: list[tuple[tuple[str, ...], int | None]] = [((a,), None) for a in axes]
-    tried += [(axes[:2], None), (axes, None), (axes[::-1], None)]
+    tried += [(axes[:2], None), ((axes[0], axes[-1]), None), (axes, None), (axes[::-1], None)]
     tried += [(axes, 2)] if ctx.mesh.size % 2 == 0 else []
     for names, within in tried:
         comm = ctx.comm(*names, within=within)

@@ -108,7 +108,7 @@ class Bert(nn.Module):
         self.words, self.positions = nn.Embedding(VOCAB, width), nn.Embedding(LENGTH, width)
         self.layers: Any = nn.ModuleList(_Layer(width) for _ in range(LAYERS))
         self.decoder = nn.Linear(width, VOCAB)
-        self.sharded = False
+        self.sharded, self.ends = False, ctx.comm("tp") if ctx.over_axis("pp") is None else ctx.comm("pp", "tp")
         for p in self.parameters():
             if p.ndim == 1:  # as after training, where no bias is 0 and no norm 1
                 nn.init.uniform_(p, 0.5, 1.5)
@@ -122,7 +122,7 @@ class Bert(nn.Module):
         if not self.training:
             return x, logits
         if self.sharded:
-            return tpcore.parallel_cross_entropy(logits, ids, vocab_size=VOCAB).mean()
+            return tpcore.parallel_cross_entropy(logits, ids, vocab_size=VOCAB, group=self.ends).mean()
         return F.cross_entropy(logits.flatten(0, 1), ids.flatten())
 
 
@@ -132,11 +132,14 @@ def sharded_bert(ctx: ParallelContext) -> Bert:
     for name, module in list(model.named_modules()):
         owner, _, last = name.rpartition(".")
         if last in ("query", "key", "value", "up", "decoder"):
-            sharded: nn.Module = tpcore.ColumnParallelLinear.from_plain(module, gather_output=False, pad=True)
+            group = model.ends if last == "decoder" else None
+            sharded: nn.Module = tpcore.ColumnParallelLinear.from_plain(
+                module, gather_output=False, pad=True, group=group
+            )
         elif last in ("mixed", "down"):
             sharded = tpcore.RowParallelLinear.from_plain(module, input_is_parallel=True)
         elif last == "words":
-            sharded = tpcore.ParallelEmbedding.from_plain(module, pad=True)
+            sharded = tpcore.ParallelEmbedding.from_plain(module, pad=True, group=model.ends)
         else:
             continue
         setattr(model.get_submodule(owner), last, sharded)

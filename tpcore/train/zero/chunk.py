@@ -52,7 +52,11 @@ class ParameterChunk:
     def cut(self, full: Tensor) -> Tensor:
         """This rank's entries of a tensor of the parameter's shape, in memory of their own."""
         # on the host by its index: a lazy device would compile a program for each shape
-        at = self.dp.position if full.device == self.dp.position.device else torch.tensor([current().index(self.dp)])
+        at = (
+            self.dp.position
+            if full.device == self.dp.position.device
+            else torch.tensor([current().index(self.dp)], device=full.device)
+        )
         return self.rows(full).index_select(0, at).view(-1)
 
     def read(self, run: ReadRun, dtype: torch.dtype) -> Tensor:
@@ -164,6 +168,11 @@ class Accumulation:
         self._dtype = dtype
         self._sums: dict[Tensor, Tensor] = {}
         self._handles: dict[Tensor, int] = {}
+
+    @property
+    def sums(self) -> bool:
+        """Whether gradients are summed elsewhere than in ``.grad``."""
+        return self._dtype is not None
 
     def watch(self, parameters: Iterable[Tensor]) -> None:
         """Sum the gradients of these parameters from now on. A move to another device loses the hook: call it again."""

@@ -73,7 +73,8 @@ class Zero1(torch.optim.Optimizer):
         # on the CPU, whatever the default device: only its defaults are used
         like = optimizer_class([nn.Parameter(torch.zeros(1, device="cpu"))], **options)
         super().__init__(params, like.defaults)
-        current().steppers.append(ref(self))
+        known = current().steppers
+        known[:] = [other for other in known if other() is not None] + [ref(self)]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         params, names = named_of(param_group)
@@ -130,12 +131,19 @@ class Zero1(torch.optim.Optimizer):
 
     @torch.no_grad()
     def reduce_gradients(self) -> None:
-        """Give each rank its chunks of the mean over dp, and free the gradients. Does nothing if done."""
+        """Give each rank its chunks of the mean over dp, and free the gradients. Does nothing if done. Raises
+        ValueError for gradients of a backward since, which the step would leave out."""
         if self._stepped is not None:
+            if any(self._gradients.of(p) is not None for p in self._parameters if p.requires_grad):
+                raise ValueError(
+                    "a backward has run since the mean of this step's gradients was taken, by reduce_gradients or by "
+                    "clip_grad_norm of a Zero1's parameters: the step would leave it out. Clip once, after the last "
+                    "backward, and drop a Zero1 that another optimizer has replaced"
+                )
             return
         self.base()
         stepped = self._reduction.run(self._reduced_chunks(), overlap_of(self).take())
-        if not stepped:
+        if not stepped and not self.state:  # before its first step
             check_not_replaced(self.param_groups)
         self._stepped = stepped
         for p in self._parameters:
@@ -172,9 +180,9 @@ class Zero1(torch.optim.Optimizer):
 
     @property
     def averaged(self) -> set[Tensor]:
-        """The parameters of whose gradients a step takes the mean of several ranks, and any others that it trains."""
-        trained = {p for p in self._parameters if p.requires_grad}
-        return trained if any(data_comm(p).size > 1 for p in trained) else set()
+        """All parameters, if their gradients are elsewhere than in ``.grad``, or their mean is to be taken."""
+        elsewhere = self._gradients.sums or any(data_comm(p).size > 1 for p in self._parameters)
+        return set(self._parameters) if elsewhere else set()
 
     @property
     def scaled(self) -> Any:

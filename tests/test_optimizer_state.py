@@ -20,6 +20,7 @@ from tpcore.errors import CheckpointError
 from tpcore.layers.sharding import sharding
 from tpcore.layout.layout import Slot
 from tpcore.testing import run_ranks
+from tpcore.train.parameters import name_parameters
 
 AdamW = torch.optim.AdamW
 Make = Callable[[nn.Module], torch.optim.Optimizer]
@@ -267,3 +268,15 @@ def filled(ctx: ParallelContext) -> Staged:
             full = torch.arange(1.0, 1 + math.prod(shape)).reshape(shape) + 100 * sum(map(ord, name))
             p.copy_(mark.layout.shard(full, ctx.rank, ctx.mesh) if mark else full)
     return model
+
+
+def test_an_optimizer_of_other_parameters_is_named_only_where_others_may_be() -> None:
+    layer, other = nn.Linear(2, 2), nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([{"params": [*layer.parameters()]}, {"params": [other]}], lr=0.1)
+    with pytest.raises(ValueError, match=r"group 1 .* not those of Linear.*make the optimizer of model"):
+        name_parameters(optimizer, layer)
+    name_parameters(optimizer, layer, others=True)
+    assert not any("param_names" in group for group in optimizer.param_groups)
+    mine = torch.optim.SGD(layer.parameters(), lr=0.1)
+    name_parameters(mine, layer)
+    assert mine.param_groups[0]["param_names"] == ["weight", "bias"]

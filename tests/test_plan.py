@@ -356,6 +356,7 @@ def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
         (("--simulate", "many"), "--simulate takes numbers with commas, as 0,3, not 'many'"),
         ((str(tmp_path), "--dtype", "int8"), "torch has no floating dtype 'int8'"),
         ((str(tmp_path), "--machine", "abacus"), "no machine 'abacus'"),
+        ((str(tmp_path), "--memory", "80"), "--memory 80: a size such as 5GB"),
     ):
         failed = command(*words)
         assert failed.exit_code == 2

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import threading
+from collections import Counter
 from itertools import pairwise
 from typing import Any
 
@@ -202,12 +204,12 @@ def test_what_cannot_be_dispatched_so(make: Any, options: dict[str, Any], words:
 class Kernel(ThreadBackend):
     """One with a kernel for experts, which takes all but float16, and leaves NaN in the rows of no expert."""
 
-    calls = 0
+    calls: Counter[int] = Counter()  # by the rank's thread: ranks do not wait for each other between two readings
 
     def grouped_matmul(self, x: Tensor, weights: Tensor, ends: Tensor) -> Tensor | None:
         if x.dtype == torch.float16:
             return None
-        Kernel.calls += 1
+        Kernel.calls[threading.get_ident()] += 1
         begins = [0, *ends.tolist()]
         runs = zip(pairwise(begins), weights, strict=True)
         parts = [x[begin:end] @ weight for (begin, end), weight in runs]
@@ -263,8 +265,11 @@ def test_a_backends_kernel_computes_the_chosen_experts_and_one_program_all(name:
 
     whole = next(m for m in make().modules() if has_known_form(m))
 
+    def called() -> int:
+        return Kernel.calls[threading.get_ident()]
+
     def rank(ctx: tpcore.ParallelContext) -> None:
-        layer, before = layer_of(tpcore.parallelize(make(), **options)), Kernel.calls
+        layer, before = layer_of(tpcore.parallelize(make(), **options)), called()
         x, numbers, weights = chosen(ctx.index(ctx.batch))
         found = []
         for experts in (layer, whole):
@@ -273,10 +278,10 @@ def test_a_backends_kernel_computes_the_chosen_experts_and_one_program_all(name:
             found.append((out, *torch.autograd.grad(out.square().sum(), inputs)))
         for got, want in zip(*found, strict=True):
             torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)  # float64: sums in another order
-        assert (Kernel.calls > before) == isinstance(ctx.backend, Kernel)
-        half, before = [t.half() if t.is_floating_point() else t for t in (x, numbers, weights)], Kernel.calls
+        assert (called() > before) == isinstance(ctx.backend, Kernel)
+        half, before = [t.half() if t.is_floating_point() else t for t in (x, numbers, weights)], called()
         assert layer.half()(*half).isfinite().all()
-        assert Kernel.calls == before
+        assert called() == before
 
     for backend in (Kernel, Compiled):
         if name == "gpt_oss" and mesh != "tp 2":

@@ -1,9 +1,12 @@
 """``tpcore plan`` against this machine: predicted and measured steps and peaks of three models on twelve meshes.
 
 In each round the machine is calibrated, unless ``--machine`` names its file, and then each mesh runs the very lines
-that the plan prints; the median of the rounds counts, for what a shared host can do changes by the minute. ``--hosts``:
-over two hosts as network namespaces, on a wire with delay and a limited rate. ``--published``: public training runs
-beside what is predicted from their configurations alone.
+that the plan prints; the median of the rounds counts, for what a shared host can do changes by the minute. Each rank
+also times a fixed piece of work, the probe, before every step, and so do as many processes around the calibration: the
+column "host" is by how much the machine was slower during the steps than when it was calibrated, and the ratio is that
+of the predicted time to the measured one divided by it. ``--hosts``: over two hosts as network namespaces, on a wire
+with delay and a limited rate. ``--published``: public training runs beside what is predicted from their configurations
+alone.
 """
 
 from __future__ import annotations
@@ -107,8 +110,32 @@ def choices(case: Case) -> list[Choice]:
 
 
 # -- measured -----------------------------------------------------------------------------------------------
-def measure(folder: str, chosen: Choice, seq_len: int, steps: int) -> tuple[float, int]:
-    """In a rank: the median time of a step, and how far the process's memory grew."""
+class Probe:
+    """Work that is the same in every process, half of it bound by the processor and half by memory."""
+
+    def __init__(self) -> None:
+        self._x, self._long, self.seconds = torch.randn(384, 384), torch.zeros(3 << 20), list[float]()
+
+    def run(self, times: int = 1) -> None:
+        for _ in range(times):
+            start = time.perf_counter()
+            for _ in range(4):
+                self._x @ self._x
+                self._long.add_(1)
+            self.seconds.append(time.perf_counter() - start)
+
+
+def probed(steps: int) -> float:
+    """In a process of its own: the median time of the probe, the worse process's."""
+    torch.set_num_threads(1)
+    probe = Probe()
+    probe.run(10 * steps)
+    return statistics.median(probe.seconds[steps:])
+
+
+def measure(folder: str, chosen: Choice, seq_len: int, steps: int) -> tuple[float, int, float]:
+    """In a rank: the median time of a step, how far the process's memory grew, and the probe's time, of the worse
+    rank."""
     torch.set_num_threads(1)
     config = transformers.AutoConfig.from_pretrained(folder)
     config.use_cache = False
@@ -132,15 +159,19 @@ def measure(folder: str, chosen: Choice, seq_len: int, steps: int) -> tuple[floa
         exec(program, names)
     most = grown(before)
     keep_freed_memory()
-    world, one, seconds = tpcore.current().world, torch.ones(1), []
+    world, one, seconds, probe = tpcore.current().world, torch.ones(1), [], Probe()
+    probe.run(3)
+    probe.seconds.clear()
     for _ in range(steps + 1):
+        probe.run(3)
         world.all_reduce(one)
         start = time.perf_counter()
         exec(program, names)
         seconds.append(float(world.all_reduce(torch.tensor([time.perf_counter() - start]), "max")))
-    peak = int(world.all_reduce(torch.tensor([float(most)], dtype=torch.float64), "max"))
+    worst = torch.tensor([float(most), statistics.median(probe.seconds)], dtype=torch.float64)
+    peak, slow = world.all_reduce(worst, "max").tolist()
     tpcore.shutdown()
-    return statistics.median(seconds[1:]), peak
+    return statistics.median(seconds[1:]), int(peak), slow
 
 
 def _give_back() -> None:
@@ -163,11 +194,12 @@ def kendall(a: Sequence[float], b: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Compared:
-    """Of one mesh: what is predicted, and what is measured in each round."""
+    """Of one mesh: what is predicted, and what is measured in each round. ``slower``: than at the calibration."""
 
     expected: list[Prediction]
     seconds: list[float]
     peaks: list[int]
+    slower: list[float]
 
     @property
     def predicted(self) -> float:
@@ -175,7 +207,8 @@ class Compared:
 
     @property
     def measured(self) -> float:
-        return statistics.median(self.seconds)
+        """At the speed of the calibration."""
+        return statistics.median(took / slower for took, slower in zip(self.seconds, self.slower, strict=True))
 
     @property
     def off(self) -> float:
@@ -184,7 +217,8 @@ class Compared:
 
     def line(self) -> str:
         peaks = f"{self.expected[0].nbytes / 2**20:,.0f} MiB | {max(self.peaks) / 2**20:,.0f} MiB"
-        times = f"{self.predicted:.3f} s | {self.measured:.3f} s | {self.predicted / self.measured:.2f}"
+        raw, host = statistics.median(self.seconds), statistics.median(self.slower)
+        times = f"{self.predicted:.3f} s | {raw:.3f} s | {host:.2f} | {self.predicted / self.measured:.2f}"
         return f"| {self.expected[0].choice} | {times} | {peaks} |"
 
 
@@ -200,8 +234,8 @@ def compare(machine: Machine | None, cases: Sequence[Case], options: argparse.Na
             error = statistics.median(errors[-len(rows) :])
             found = f"Kendall's tau of the steps {tau:.2f}, median error {error:.0%}"
             say(f"\n**{case.name}**, {case.batch} x {case.seq_len} tokens: {found}\n")
-            say("| mesh | predicted step | measured | ratio | predicted peak | measured |")
-            say("|---|---:|---:|---:|---:|---:|")
+            say("| mesh | predicted step | measured | host | ratio | predicted peak | measured |")
+            say("|---|---:|---:|---:|---:|---:|---:|")
             for row in rows:
                 say(row.line())
     say(f"\nerror of the step: median {statistics.median(errors):.0%}, largest {max(errors):.0%}")
@@ -211,19 +245,27 @@ def compare(machine: Machine | None, cases: Sequence[Case], options: argparse.Na
 def _compared(machine: Machine | None, case: Case, folder: str, options: argparse.Namespace) -> list[Compared]:
     model = Reduced(folder, case.seq_len, torch.float32)
     picked = [c for c in choices(case) if c.mesh.size == DEVICES or not options.hosts][: options.meshes]
-    rows = [Compared([], [], []) for _ in picked]
+    rows = [Compared([], [], [], []) for _ in picked]
     for _ in range(options.rounds):
+        before = _probes(options.steps)
         now = _machine(options) if machine is None else machine
+        calm = {n: (before[n] + after) / 2 for n, after in _probes(options.steps).items()}
         for chosen, row in zip(picked, rows, strict=True):
             row.expected.append(predict(model, chosen, now))
             job = (folder, chosen, case.seq_len, options.steps)
             if options.hosts:
-                took, peak = _over_hosts(job, options)
+                took, peak, probe = _over_hosts(job, options)
             else:
-                took, peak = launch(measure, chosen.mesh.size, args=job)[0]
+                took, peak, probe = launch(measure, chosen.mesh.size, args=job)[0]
             row.seconds.append(took)
             row.peaks.append(peak)
+            row.slower.append(probe / calm[chosen.mesh.size])
     return rows
+
+
+def _probes(steps: int) -> dict[int, float]:
+    """The probe's time in one process, and in as many as there are devices."""
+    return {n: max(launch(probed, n, args=(steps,))) for n in (1, DEVICES)}
 
 
 def _machine(options: argparse.Namespace) -> Machine:
@@ -235,12 +277,12 @@ def _machine(options: argparse.Namespace) -> Machine:
     return replace(machine, per_host=1, hosts=DEVICES, between=link)
 
 
-def _over_hosts(job: tuple[Any, ...], options: argparse.Namespace) -> tuple[float, int]:
+def _over_hosts(job: tuple[Any, ...], options: argparse.Namespace) -> tuple[float, int, float]:
     with tempfile.TemporaryDirectory() as home:
         wire = {"delay": options.delay / 1e3, "rate": options.rate * 1e6}
         on_hosts("benchmarks.plan:host_rank", (home, *job), per_host=1, **wire)
-        took, peak = json.loads(Path(home, "found").read_text())
-    return took, peak
+        took, peak, probe = json.loads(Path(home, "found").read_text())
+    return took, peak, probe
 
 
 def host_rank(home: str, *job: Any) -> None:

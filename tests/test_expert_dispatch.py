@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 import tpcore
 from tpcore import Mesh
+from tpcore.backend.grouped import grouped_matmul
 from tpcore.comm import Transport
 from tpcore.layout import Group
 from tpcore.models.dispatch import Dispatch, has_known_form, put, seated, taken, with_capacity
@@ -174,6 +175,15 @@ def test_gradients_of_tokens_that_go_to_several_experts_are_summed_in_float32() 
     assert x.grad is not None
     assert float(x.grad) == float(put(grads, source, 1)) == 1 + 2**-7
     assert int(dropped) == 0
+
+
+def test_a_graph_multiplies_the_rows_of_each_expert_only() -> None:
+    """The operator of traced programs: rows behind the last end, and experts without rows, are in no product."""
+    x, weights = torch.randn(7, 3, dtype=torch.float64), torch.randn(4, 5, 3, dtype=torch.float64).transpose(1, 2)
+    ends = torch.tensor([2, 2, 5, 6], dtype=torch.int32)
+    torch.library.opcheck(grouped_matmul, (x, weights, ends))
+    want = torch.stack([x[i] @ weights[of] for i, of in enumerate([0, 0, 2, 2, 2, 3])])
+    torch.testing.assert_close(grouped_matmul(x, weights, ends), torch.cat([want, want.new_zeros(1, 5)]))
 
 
 def test_no_values_are_read() -> None:

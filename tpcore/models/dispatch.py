@@ -203,13 +203,6 @@ def grouped(
     return put((out * share).to(hidden_states.dtype), rows, len(hidden_states))
 
 
-def one_by_one(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """A ``grouped_matmul`` of one product for each expert. Reads ``ends``."""
-    *rows, rest = x.tensor_split(ends.long().cpu())
-    products = [part @ weight for part, weight in zip(rows, weights, strict=True)]
-    return torch.cat([*products, rest.new_zeros(len(rest), weights.shape[-1])])
-
-
 class _NotTaken(Exception):
     """A backend's kernel does not take tensors of this kind."""
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..backend.grouped import grouped_matmul, one_by_one
 from ..backend.interface import Backend
 from ..comm import mappings as ops
 from ..comm.comm import Comm
@@ -32,7 +33,6 @@ from .dispatch import (
     SendTokens,
     grouped,
     has_known_form,
-    one_by_one,
     one_program,
     seated,
     with_capacity,
@@ -151,8 +151,10 @@ class ShardedExperts(ParallelModule):
             made = grouped(self.inner, backend.grouped_matmul, *inputs.values())
             if made is not None:
                 return made
-        # a forward that becomes a program cannot depend on the experts that are chosen
-        if self._known and (not self.tp.eager or exporting() or torch.compiler.is_dynamo_compiling()):
+        if self._known and exporting() and self.tp.eager:
+            return grouped(self.inner, grouped_matmul, *inputs.values())
+        # a forward that is compiled cannot depend on the experts that are chosen
+        if self._known and (not self.tp.eager or torch.compiler.is_dynamo_compiling()):
             return one_program(self.inner, *inputs.values())
         if self._known and self._some and self.inner.config._experts_implementation == "eager":  # type: ignore[union-attr]
             # not every eager forward passes by numbers of experts that are not here: Nemotron-H's does not

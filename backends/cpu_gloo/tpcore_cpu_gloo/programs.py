@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
+from tpcore.backend.grouped import OPERATOR, one_by_one
 from tpcore.backend.interface import Dims, DynamicDim, Function, LoadedProgram, traced
 from tpcore.checkpoint.storage.files import write_file
 from tpcore.comm.comm import Comm
@@ -171,7 +172,7 @@ def _replacements(comm_of: Callable[[str], Comm], groups: Sequence[str]) -> dict
         return run
 
     of = {f"{space}::{p.name}.default": call(p) for space in (NAMESPACE, _BEFORE) for p in TABLE}
-    return {"aten::_assert_async.msg": _assert, **of}
+    return {"aten::_assert_async.msg": _assert, f"{OPERATOR}.default": one_by_one, **of}
 
 
 class _Made(NamedTuple):

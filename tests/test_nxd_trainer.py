@@ -29,7 +29,7 @@ def mesh(tp: int = 1, dp: int = 1, pp: int = 1) -> Mesh:
     return Mesh({"pp": pp, "dp": dp, "tp": tp})
 
 
-VOCAB, HIDDEN, HEADS, KV = 16, 16, 4, 2
+VOCAB, HIDDEN, KV, SIZE = 16, 16, 2, 4  # heads of size 4, two of keys and values
 
 
 class Norm(nn.Module):
@@ -44,40 +44,25 @@ class Norm(nn.Module):
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * self.weight
 
 
-class Attention(nn.Module):
+class Layer(nn.Module):
     def __init__(self, sequence_parallel: bool, fused: bool, batch_first: bool) -> None:
         super().__init__()
-        self.batch_first = batch_first
-        tp, d = parallel_state.get_tensor_model_parallel_size(), HIDDEN // HEADS
-        self.qkv = GQAQKVColumnParallelLinear(
-            HIDDEN,
-            [HEADS * d, KV * d],
-            bias=False,
-            gather_output=False,
-            sequence_parallel_enabled=sequence_parallel,
-            kv_size_multiplier=max(1, tp // KV),
-            fuse_qkv=fused,
-        )
-        self.out = layers.RowParallelLinear(
-            HEADS * d, HIDDEN, False, input_is_parallel=True, sequence_parallel_enabled=sequence_parallel
-        )
+        self.batch_first, tp = batch_first, parallel_state.get_tensor_model_parallel_size()
+        options: dict[str, Any] = {"sequence_parallel_enabled": sequence_parallel}
+        self.norm = Norm(sequence_parallel)
+        grouped = {"kv_size_multiplier": max(1, tp // KV), "fuse_qkv": fused, "gather_output": False}
+        self.qkv = GQAQKVColumnParallelLinear(HIDDEN, [HIDDEN, KV * SIZE], bias=False, **grouped, **options)
+        self.out = layers.RowParallelLinear(HIDDEN, HIDDEN, False, input_is_parallel=True, **options)
+        self.up = layers.ColumnParallelLinear(HIDDEN, 32, gather_output=False, stride=2, **options)
+        self.down = layers.RowParallelLinear(16, HIDDEN, input_is_parallel=True, **options)
 
-    def forward(self, x: Tensor) -> Tensor:  # [sequence, batch, hidden], or this rank's tokens of it
-        d, x = HIDDEN // HEADS, x.transpose(0, 1) if self.batch_first else x
-        q, k, v = (t.unflatten(-1, (-1, d)).permute(1, 2, 0, 3) for t in self.qkv(x))
+    def attention(self, x: Tensor) -> Tensor:  # [sequence, batch, hidden], or this rank's tokens of it
+        x = x.transpose(0, 1) if self.batch_first else x
+        q, k, v = (t.unflatten(-1, (-1, SIZE)).permute(1, 2, 0, 3) for t in self.qkv(x))
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
         y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         y = self.out(y.permute(2, 0, 1, 3).flatten(-2))
         return y.transpose(0, 1) if self.batch_first else y
-
-
-class Layer(nn.Module):
-    def __init__(self, sequence_parallel: bool, fused: bool, batch_first: bool) -> None:
-        super().__init__()
-        options = {"sequence_parallel_enabled": sequence_parallel}
-        self.norm, self.attention = Norm(sequence_parallel), Attention(sequence_parallel, fused, batch_first)
-        self.up = layers.ColumnParallelLinear(HIDDEN, 32, gather_output=False, stride=2, **options)
-        self.down = layers.RowParallelLinear(16, HIDDEN, input_is_parallel=True, **options)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm(x))

@@ -123,7 +123,7 @@ class Trainer(transformers.Trainer):
 
     # -- files: whole weights for from_pretrained, the optimizer's state in parts ---------------------------
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model; called on all ranks. Before 5.23 transformers has rank 0 alone enter ``_save``."""
+        """Save the model; called on all ranks."""
         where = str(self.args.output_dir if output_dir is None else output_dir)
         self._whole = whole_state(self.model)
         with saved(self.model, lambda: self.save_weights(where)):
@@ -131,8 +131,7 @@ class Trainer(transformers.Trainer):
         self._whole = None
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        if self.args.should_save:
-            super()._save(output_dir, self._whole if state_dict is None else state_dict)
+        super()._save(output_dir, self._whole if state_dict is None else state_dict)
 
     def save_weights(self, where: str) -> None:
         """Write a cut model into the directory ``where``. Called on all ranks."""

@@ -91,24 +91,15 @@ def assert_near(got: list[float], want: list[float]) -> None:
     assert got == pytest.approx(want, rel=1e-5, abs=1e-6)  # float32, in which the order of sums differs
 
 
-@pytest.mark.parametrize(("mesh", "zero1"), [(TP, False), (BOTH, True)], ids=str)
-def test_equals_a_loop_in_one_process(pool: RankPool, mesh: Mesh, zero1: bool) -> None:
-    want = whole()
-    for got in pool.run(mesh, cut, None, 0, zero1):
-        assert_near(got, want)
-
-
 @pytest.mark.parametrize(
     ("mesh", "zero1", "ways"),
     tiers(
-        [(CONTEXT, True, {"context_parallel": "ring"})],
+        [(TP, False, {}), (BOTH, True, {}), (CONTEXT, True, {"context_parallel": "ring"})],
         [(CONTEXT_TP, True, {"context_parallel": "auto", "sequence_parallel": True})],
     ),
     ids=str,
 )
-def test_equals_a_loop_in_one_process_with_tokens_on_cp(
-    pool: RankPool, mesh: Mesh, zero1: bool, ways: dict[str, Any]
-) -> None:
+def test_equals_a_loop_in_one_process(pool: RankPool, mesh: Mesh, zero1: bool, ways: dict[str, Any]) -> None:
     want = whole()
     for got in pool.run(mesh, partial(cut, **ways), None, 0, zero1):
         assert_near(got, want)

@@ -12,13 +12,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
-import bert_corpus
 import bert_data
 import bert_hdf5
-import bert_pairs
 import bert_tokens
-from bert_corpus import Corpus, load_corpus
-from bert_pairs import IGNORED, PairDataset, make_pairs
+from bert_corpus import Corpus, load_corpus, split_sentences
+from bert_pairs import IGNORED, MASKED_SHARE, PairDataset, make_pairs
 from bert_tokens import CLS, MASK, PAD, SEP
 
 VOCAB = 600
@@ -63,16 +61,11 @@ class TestCorpus:
         assert one.sha256 != moved.sha256
 
     def test_sentences(self):
-        split = bert_corpus.split_sentences
-        assert split("It is e.g. an example of this. The next one\nfollows here! (So does this one.) No.") == [
-            "It is e.g. an example of this.",
-            "The next one follows here!",
-            "(So does this one.)",
-        ]
-        assert split("Guido van Rossum met J. R. Smith in March. They talked about it.") == [
-            "Guido van Rossum met J. R. Smith in March.",
-            "They talked about it.",
-        ]
+        text = "It is e.g. an example of this. The next one\nfollows here! (So does this one.) No."
+        parts = ["It is e.g. an example of this.", "The next one follows here!", "(So does this one.)"]
+        assert split_sentences(text) == parts
+        parts = ["Guido van Rossum met J. R. Smith in March.", "They talked about it."]
+        assert split_sentences(" ".join(parts)) == parts
 
     def test_text_files(self, tmp_path):
         first = " ".join(f"This is sentence number {i} of one." for i in range(6))
@@ -129,9 +122,8 @@ class TestVocabulary:
 
 class TestPairs:
     def test_same_seed_same_pairs(self):
-        one, other = (make_pairs(documents(), max_seq_length=48, seed=3) for _ in range(2))
+        one, other, different = (make_pairs(documents(), max_seq_length=48, seed=seed) for seed in (3, 3, 4))
         assert all(np.array_equal(x.a, y.a) and np.array_equal(x.b, y.b) for x, y in zip(one, other, strict=True))
-        different = make_pairs(documents(), max_seq_length=48, seed=4)
         assert [len(x.a) for x in one] != [len(x.a) for x in different]
 
     def test_half_are_from_another_document_and_the_label_says_which(self):
@@ -160,6 +152,8 @@ class TestPairs:
             make_pairs(documents(n=1), max_seq_length=64, seed=0)
         with pytest.raises(ValueError, match="max_seq_length=4 leaves no room"):
             make_pairs(documents(), max_seq_length=4, seed=0)
+        with pytest.raises(ValueError, match="max_predictions=0"):
+            dataset(max_predictions=0)
 
 
 class TestMasking:
@@ -188,6 +182,7 @@ class TestMasking:
             kept += int((seen == true).sum())
             random += int(((seen != MASK) & (seen != true)).sum())
             assert len(true) == round(0.15 * (len(data.pairs[index].a) + len(data.pairs[index].b)))
+        assert MASKED_SHARE == 0.15
         total = masked + random + kept
         assert total > 20_000
         # Three standard deviations of a share of 0.8 (0.1) over 20,000 draws are 0.0085 (0.0064).
@@ -281,11 +276,8 @@ class TestBatches:
 
     def test_an_epoch_visits_every_sequence_once(self):
         n = len(dataset())
-        keys = iter(
-            bert_data.EpochBatches(
-                torch.utils.data.DistributedSampler(range(n), 2, 1, seed=1, drop_last=True), batch_size=4
-            )
-        )
+        sampler = torch.utils.data.DistributedSampler(range(n), 2, 1, seed=1, drop_last=True)
+        keys = iter(bert_data.EpochBatches(sampler, batch_size=4))
         per_epoch = n // 2 // 4
         epochs = [[next(keys) for _ in range(per_epoch)] for _ in range(3)]
         for number, epoch in enumerate(epochs):
@@ -311,13 +303,6 @@ class TestBatches:
 
 
 def test_unknown_data_path(tmp_path):
+    settings = {"max_seq_length": 64, "max_predictions": 20, "seed": 0, "cache": tmp_path}
     with pytest.raises(ValueError, match=r"--data .*none does not exist"):
-        bert_data.load_data(
-            tmp_path / "none", vocab_size=None, max_seq_length=64, max_predictions=20, seed=0, cache=tmp_path
-        )
-
-
-def test_pair_dataset_rejects_no_predictions():
-    with pytest.raises(ValueError, match="max_predictions=0"):
-        dataset(max_predictions=0)
-    assert bert_pairs.MASKED_SHARE == 0.15
+        bert_data.load_data(tmp_path / "none", vocab_size=None, **settings)

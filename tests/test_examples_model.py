@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from transformers import BertConfig, BertForPreTraining
+from worlds import each_rank
 
 from tpcore import Mesh
 from tpcore.layers import shard_specs
@@ -94,38 +95,29 @@ def test_losses_and_all_gradients_are_those_of_the_unsharded_model(tp, vocab_siz
     assert torch.equal(before, torch.random.get_rng_state())
 
 
-def test_what_is_cut_and_what_is_tied():
-    def check(ctx):
-        model = build_bert(config(), SEED)
-        cut = {name for name, spec in shard_specs(model).items() if spec.dim is not None}
-        layers = {
-            f"bert.encoder.layer.{i}.{name}"
-            for i in range(2)
-            for name in (
-                *(f"attention.self.{p}.{w}" for p in ("query", "key", "value") for w in ("weight", "bias")),
-                "attention.output.dense.weight",
-                "intermediate.dense.weight",
-                "intermediate.dense.bias",
-                "output.dense.weight",
-            )
-        }
-        heads = {
-            "bert.embeddings.word_embeddings.weight",
-            "cls.predictions.decoder.weight",
-            "cls.predictions.decoder.bias",
-            "cls.predictions.bias",
-        }
-        assert cut == layers | heads
-        assert model.cls.predictions.decoder.weight is model.bert.embeddings.word_embeddings.weight
-        assert model.cls.predictions.decoder.bias is model.cls.predictions.bias
-        for module in (model, copy.deepcopy(model)):
-            state = module.state_dict()
-            marked = {name for name, t in state.items() if (found := sharding(t)) and found.layout.cuts}
-            # a plain module's entry has no mark: a checkpoint knows it by the memory it shares
-            assert marked == cut - {"cls.predictions.bias"}
-            assert state.keys() == unsharded(config()).state_dict().keys()
-
-    run_ranks(Mesh({"dp": 1, "tp": 2}), check)
+@each_rank(dp=1, tp=2)
+def test_what_is_cut_and_what_is_tied(ctx):
+    model = build_bert(config(), SEED)
+    cut = {name for name, spec in shard_specs(model).items() if spec.dim is not None}
+    projections = {f"attention.self.{p}.{w}" for p in ("query", "key", "value") for w in ("weight", "bias")}
+    dense = {f"{name}.weight" for name in ("attention.output.dense", "intermediate.dense", "output.dense")}
+    inside = projections | dense | {"intermediate.dense.bias"}
+    layers = {f"bert.encoder.layer.{i}.{name}" for i in range(2) for name in inside}
+    heads = {
+        "bert.embeddings.word_embeddings.weight",
+        "cls.predictions.decoder.weight",
+        "cls.predictions.decoder.bias",
+        "cls.predictions.bias",
+    }
+    assert cut == layers | heads
+    assert model.cls.predictions.decoder.weight is model.bert.embeddings.word_embeddings.weight
+    assert model.cls.predictions.decoder.bias is model.cls.predictions.bias
+    for module in (model, copy.deepcopy(model)):
+        state = module.state_dict()
+        marked = {name for name, t in state.items() if (found := sharding(t)) and found.layout.cuts}
+        # a plain module's entry has no mark: a checkpoint knows it by the memory it shares
+        assert marked == cut - {"cls.predictions.bias"}
+        assert state.keys() == unsharded(config()).state_dict().keys()
 
 
 def test_training_mode_drops_alike_where_replicated_and_differently_where_cut():
@@ -137,16 +129,12 @@ def test_training_mode_drops_alike_where_replicated_and_differently_where_cut():
         model = build_bert(cfg, SEED).train()
         torch.manual_seed(7)
         probabilities = []
-
-        def watch(module, args, output):
-            probabilities.append(output[0].detach().clone())
-
         attention = model.bert.encoder.layer[0].attention.self
         with torch.no_grad():
             for projection in (attention.query, attention.key, attention.value):
                 projection.weight.zero_()  # the same heads on both ranks: what differs is the dropout
                 projection.bias.fill_(1.0)
-        attention.register_forward_hook(watch)
+        attention.register_forward_hook(lambda module, args, output: probabilities.append(output[0].detach().clone()))
         losses = torch.stack(pretraining_losses(model, data)).detach()
         return losses, probabilities[0]
 
@@ -155,14 +143,12 @@ def test_training_mode_drops_alike_where_replicated_and_differently_where_cut():
     assert not torch.equal(heads, other_heads)
 
 
-def test_heads_that_tp_does_not_divide():
-    def check(ctx):
-        with pytest.raises(ValueError, match="tp=4 does not divide num_attention_heads=2"):
-            build_bert(config(heads=2), SEED)
-        with pytest.raises(ValueError, match="tp=4 does not divide intermediate_size=66"):
-            build_bert(config(intermediate_size=66), SEED)
-
-    run_ranks(Mesh({"dp": 1, "tp": 4}), check)
+@each_rank(dp=1, tp=4)
+def test_heads_that_tp_does_not_divide(ctx):
+    with pytest.raises(ValueError, match="tp=4 does not divide num_attention_heads=2"):
+        build_bert(config(heads=2), SEED)
+    with pytest.raises(ValueError, match="tp=4 does not divide intermediate_size=66"):
+        build_bert(config(intermediate_size=66), SEED)
 
 
 def test_named_sizes_build_valid_models():

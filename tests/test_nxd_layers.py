@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from worlds import each_rank
 
 import tpcore
 from tpcore.layout.mesh import Mesh
@@ -18,35 +20,31 @@ from tpcore.nxd.utils import get_batch_on_this_context_parallel_rank
 from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
 
-MESH = Mesh({"dp": 1, "tp": 2})
-
 
 # -- reduce_from_tensor_model_parallel_region ---------------------------------------------------------------
-def test_a_gradient_is_summed_in_place_and_what_is_recorded_is_not_changed() -> None:
-    def check(ctx: ParallelContext) -> None:
-        mine = float(ctx.coord("tp") + 1)
-        grad = torch.full((4,), mine)
-        assert mappings.reduce_from_tensor_model_parallel_region(grad) is grad
-        assert grad.tolist() == [3.0] * 4
-        with torch.no_grad():
-            weight = nn.Parameter(torch.full((2, 3), mine))
-            mappings.reduce_from_tensor_model_parallel_region(weight.t())
-        assert weight.eq(3).all()
+@each_rank(dp=1, tp=2)
+def test_a_gradient_is_summed_in_place_and_what_is_recorded_is_not_changed(ctx: ParallelContext) -> None:
+    mine = float(ctx.coord("tp") + 1)
+    grad = torch.full((4,), mine)
+    assert mappings.reduce_from_tensor_model_parallel_region(grad) is grad
+    assert grad.tolist() == [3.0] * 4
+    with torch.no_grad():
+        weight = nn.Parameter(torch.full((2, 3), mine))
+        mappings.reduce_from_tensor_model_parallel_region(weight.t())
+    assert weight.eq(3).all()
 
-        leaf = torch.full((4,), mine, requires_grad=True)
-        x = leaf * 1
-        y = mappings.reduce_from_tensor_model_parallel_region(x)
-        assert y.tolist() == [3.0] * 4
-        assert x.tolist() == [mine] * 4
-        y.sum().backward()
-        assert leaf.grad is not None
-        assert leaf.grad.tolist() == [1.0] * 4
+    leaf = torch.full((4,), mine, requires_grad=True)
+    x = leaf * 1
+    y = mappings.reduce_from_tensor_model_parallel_region(x)
+    assert y.tolist() == [3.0] * 4
+    assert x.tolist() == [mine] * 4
+    y.sum().backward()
+    assert leaf.grad is not None
+    assert leaf.grad.tolist() == [1.0] * 4
 
-        one_place = torch.full((1,), mine).expand(4)
-        assert mappings.reduce_from_tensor_model_parallel_region(one_place).tolist() == [3.0] * 4
-        assert one_place.tolist() == [mine] * 4
-
-    run_ranks(MESH, check)
+    one_place = torch.full((1,), mine).expand(4)
+    assert mappings.reduce_from_tensor_model_parallel_region(one_place).tolist() == [3.0] * 4
+    assert one_place.tolist() == [mine] * 4
 
 
 # -- ParallelEmbedding --------------------------------------------------------------------------------------
@@ -54,90 +52,79 @@ FORMS = [{}, {"sequence_dimension": 0}, {"shard_across_embedding": True}, {"sequ
 
 
 @pytest.mark.parametrize("options", FORMS, ids=str)
-def test_the_embedding_of_a_sequence_parallel_model(options: dict[str, Any]) -> None:
+@each_rank(dp=1, tp=2)
+def test_the_embedding_of_a_sequence_parallel_model(ctx: ParallelContext, options: dict[str, Any]) -> None:
     """[sequence / tp, batch, hidden], or with dimension 1 [batch, sequence / tp, hidden]."""
-
-    def check(ctx: ParallelContext) -> None:
-        ids = torch.arange(8).view(2, 4)
-        torch.manual_seed(0)
-        plain = nn.Embedding(10, 6)
-        torch.manual_seed(0)
-        layer = layers.ParallelEmbedding(10, 6, sequence_parallel_enabled=True, **options)
-        assert isinstance(layer, tpcore.ParallelEmbedding)
-        y, dim, rank = layer(ids), options.get("sequence_dimension", 0), ctx.coord("tp")
-        whole = plain(ids) if dim == 1 else plain(ids).transpose(0, 1)
-        assert torch.equal(y, whole.chunk(2, dim)[rank])
-        y.square().sum().backward()
-        whole.square().sum().backward()
-        spec = layer.shard_specs["weight"]
-        assert plain.weight.grad is not None
-        torch.testing.assert_close(layer.weight.grad, spec.shard(plain.weight.grad, rank, 2))
-        torch.manual_seed(0)
-        partial = layers.ParallelEmbedding(10, 6, collect_output=False)(ids)
-        assert torch.equal(mappings.reduce_from_tensor_model_parallel_region(partial), plain(ids))
-
-    run_ranks(MESH, check)
+    ids = torch.arange(8).view(2, 4)
+    torch.manual_seed(0)
+    plain = nn.Embedding(10, 6)
+    torch.manual_seed(0)
+    layer = layers.ParallelEmbedding(10, 6, sequence_parallel_enabled=True, **options)
+    assert isinstance(layer, tpcore.ParallelEmbedding)
+    y, dim, rank = layer(ids), options.get("sequence_dimension", 0), ctx.coord("tp")
+    whole = plain(ids) if dim == 1 else plain(ids).transpose(0, 1)
+    assert torch.equal(y, whole.chunk(2, dim)[rank])
+    y.square().sum().backward()
+    whole.square().sum().backward()
+    spec = layer.shard_specs["weight"]
+    assert plain.weight.grad is not None
+    torch.testing.assert_close(layer.weight.grad, spec.shard(plain.weight.grad, rank, 2))
+    torch.manual_seed(0)
+    sums = layers.ParallelEmbedding(10, 6, collect_output=False)(ids)
+    assert torch.equal(mappings.reduce_from_tensor_model_parallel_region(sums), plain(ids))
 
 
 # -- what scripts read and call -----------------------------------------------------------------------------
-def test_attributes_that_scripts_read() -> None:
-    def check(ctx: ParallelContext) -> None:
-        init = nn.init.ones_
-        column = layers.ColumnParallelLinear(
-            6, 12, stride=3, init_method=init, dtype=torch.bfloat16, sequence_parallel_enabled=True
-        )
-        row = layers.RowParallelLinear(12, 6, input_is_parallel=True)
-        assert isinstance(column, layers.BaseParallelLinear)
-        assert isinstance(row, layers.BaseParallelLinear)
-        assert (column.output_size_per_partition, column.input_size_per_partition) == (6, 6)
-        assert (row.output_size_per_partition, row.input_size_per_partition) == (6, 6)
-        assert (column.stride, row.stride) == (3, 1)
-        assert (column.sequence_parallel_enabled, column.sequence_dimension) == (True, 0)
-        assert (row.sequence_parallel_enabled, row.sequence_dimension) == (False, None)
-        assert (column.dtype, row.dtype) == (torch.bfloat16, torch.float32)
-        assert (column.arg_init_method, row.arg_init_method) == (init, None)
-        assert column.tensor_parallel_group is tpcore.nxd.parallel_state.get_tensor_model_parallel_group()
-        table = layers.ParallelEmbedding(10, 6)
-        rank = ctx.coord("tp")
-        assert (table.num_embeddings_per_partition, table.start_index, table.end_index) == (5, 5 * rank, 5 * rank + 5)
-
-    run_ranks(MESH, check)
+@each_rank(dp=1, tp=2)
+def test_attributes_that_scripts_read(ctx: ParallelContext) -> None:
+    init = nn.init.ones_
+    column = layers.ColumnParallelLinear(
+        6, 12, stride=3, init_method=init, dtype=torch.bfloat16, sequence_parallel_enabled=True
+    )
+    row = layers.RowParallelLinear(12, 6, input_is_parallel=True)
+    assert isinstance(column, layers.BaseParallelLinear)
+    assert isinstance(row, layers.BaseParallelLinear)
+    assert (column.output_size_per_partition, column.input_size_per_partition) == (6, 6)
+    assert (row.output_size_per_partition, row.input_size_per_partition) == (6, 6)
+    assert (column.stride, row.stride) == (3, 1)
+    assert (column.sequence_parallel_enabled, column.sequence_dimension) == (True, 0)
+    assert (row.sequence_parallel_enabled, row.sequence_dimension) == (False, None)
+    assert (column.dtype, row.dtype) == (torch.bfloat16, torch.float32)
+    assert (column.arg_init_method, row.arg_init_method) == (init, None)
+    assert column.tensor_parallel_group is tpcore.nxd.parallel_state.get_tensor_model_parallel_group()
+    table = layers.ParallelEmbedding(10, 6)
+    rank = ctx.coord("tp")
+    assert (table.num_embeddings_per_partition, table.start_index, table.end_index) == (5, 5 * rank, 5 * rank + 5)
 
 
 @pytest.mark.parametrize("method", ["init_weight_cpu", "initialize_weight_and_bias", "reset_parameters"])
-def test_a_module_made_on_meta_is_filled_as_the_constructor_fills_it(method: str) -> None:
-    makes = (
-        lambda device: layers.ColumnParallelLinear(6, 12, stride=3, device=device),
-        lambda device: layers.RowParallelLinear(12, 6, device=device),
-        lambda device: layers.ParallelEmbedding(10, 6, 3, device=device),
-    )
-
-    def check(ctx: ParallelContext) -> None:
-        for make in makes:
-            torch.manual_seed(0)
-            want = make("cpu")
-            late = make("meta").to_empty(device="cpu")
-            torch.manual_seed(0)
-            getattr(late, method)()
-            for a, b in zip(want.parameters(), late.parameters(), strict=True):
-                assert torch.equal(a, b)
-                assert b.tensor_model_parallel == a.tensor_model_parallel
-
-    run_ranks(MESH, check)
+@each_rank(dp=1, tp=2)
+def test_a_module_made_on_meta_is_filled_as_the_constructor_fills_it(ctx: ParallelContext, method: str) -> None:
+    for make in (
+        partial(layers.ColumnParallelLinear, 6, 12, stride=3),
+        partial(layers.RowParallelLinear, 12, 6),
+        partial(layers.ParallelEmbedding, 10, 6, 3),
+    ):
+        torch.manual_seed(0)
+        want = make(device="cpu")
+        late = make(device="meta").to_empty(device="cpu")
+        torch.manual_seed(0)
+        getattr(late, method)()
+        for a, b in zip(want.parameters(), late.parameters(), strict=True):
+            assert torch.equal(a, b)
+            assert b.tensor_model_parallel == a.tensor_model_parallel
 
 
-def test_a_local_weight_is_that_of_the_layer() -> None:
-    def check(ctx: ParallelContext) -> None:
-        full = torch.arange(72.0).view(12, 6)
-        layer = layers.ColumnParallelLinear(6, 12, False, stride=3, init_method=lambda t: t.copy_(full))
-        assert torch.equal(layers.create_local_weight(full, 0, 6, 3), layer.weight)
-        out = torch.empty(12, 3)
-        assert layers.create_local_weight(full, 1, 3, 1, out) is out
-        assert torch.equal(out, full.chunk(2, 1)[ctx.coord("tp")])
-        with pytest.raises(ValueError, match="2 shards of 5 are not dim 0"):
-            layers.create_local_weight(full, 0, 5, 1)
-
-    run_ranks(MESH, check)
+@each_rank(dp=1, tp=2)
+def test_a_local_weight_is_that_of_the_layer(ctx: ParallelContext) -> None:
+    full = torch.arange(72.0).view(12, 6)
+    layer = layers.ColumnParallelLinear(6, 12, False, stride=3, init_method=lambda t: t.copy_(full))
+    assert torch.equal(layers.create_local_weight(full, 0, 6, 3), layer.weight)
+    out = torch.empty(12, 3)
+    assert layers.create_local_weight(full, 1, 3, 1, out) is out
+    assert torch.equal(out, full.chunk(2, 1)[ctx.coord("tp")])
+    with pytest.raises(ValueError, match="2 shards of 5 are not dim 0"):
+        layers.create_local_weight(full, 0, 5, 1)
 
 
 # -- attention and rotary positions, in both layouts of their inputs -------------------------------------------
@@ -150,19 +137,15 @@ def inputs() -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def written_out(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Causal attention in plain operations; each head of k and v serves two of q."""
-    k, v = (t.repeat_interleave(H // KV, 1) for t in (k, v))
-    scores = (q @ k.transpose(-1, -2) * scale).masked_fill(torch.ones(S, S).triu(1).bool(), float("-inf"))
-    return scores.softmax(-1) @ v
-
-
 @pytest.mark.parametrize("transposed", [False, True])
 def test_attention_is_the_one_written_out(transposed: bool) -> None:
+    """Causal, in plain operations; each head of k and v serves two of q."""
     given = [t.requires_grad_() for t in inputs()]
     turned = [t.transpose(-1, -2) if transposed else t for t in given]
     got = nki_flash_attn_func(*turned, softmax_scale=0.3, transpose_nki_inputs=transposed)
-    want = written_out(*given, 0.3)
+    q, k, v = given[0], *(t.repeat_interleave(H // KV, 1) for t in given[1:])
+    scores = (q @ k.transpose(-1, -2) * 0.3).masked_fill(torch.ones(S, S).triu(1).bool(), float("-inf"))
+    want = scores.softmax(-1) @ v
     torch.testing.assert_close(got, want)
     mine, theirs = (torch.autograd.grad(y.square().sum(), given) for y in (got, want))
     torch.testing.assert_close(mine, theirs)
@@ -190,22 +173,19 @@ def test_a_ring_of_ranks_with_a_chunk_of_the_tokens_each(cp: int, causal: bool) 
     run_ranks(Mesh({"cp": cp, "tp": 2}), check)
 
 
-def test_names_of_the_axis_cp() -> None:
+@each_rank(dp=2, cp=2, tp=1)
+def test_names_of_the_axis_cp(ctx: ParallelContext) -> None:
     batch = {"input_ids": torch.arange(8).reshape(1, 8), "labels": torch.arange(8).reshape(1, 8)}
-
-    def check(ctx: ParallelContext) -> None:
-        mine, at = get_batch_on_this_context_parallel_rank(batch), ctx.coord("cp")
-        assert mine["input_ids"].tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]][at : at + 1]
-        assert mine["labels"].tolist() == [[1, 2, 3, 4], [5, 6, 7, -100]][at : at + 1]
-        assert parallel_state.get_rank_info_str() == f"DP_{ctx.coord('dp')}_TP_0_PP_0_CP_{at}"
-        groups = parallel_state.get_zero1_sharding_groups()
-        assert groups == [[0, 1, 2, 3]]
-        weight = torch.nn.Parameter(torch.ones(4))
-        NeuronZero1Optimizer([weight], torch.optim.SGD, lr=1, sharding_groups=groups)
-        with pytest.raises(ValueError, match="state is cut over dp, ep and cp"):
-            NeuronZero1Optimizer([weight], torch.optim.SGD, lr=1, sharding_groups=[[0, 2], [1, 3]])
-
-    run_ranks(Mesh({"dp": 2, "cp": 2, "tp": 1}), check)
+    mine, at = get_batch_on_this_context_parallel_rank(batch), ctx.coord("cp")
+    assert mine["input_ids"].tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]][at : at + 1]
+    assert mine["labels"].tolist() == [[1, 2, 3, 4], [5, 6, 7, -100]][at : at + 1]
+    assert parallel_state.get_rank_info_str() == f"DP_{ctx.coord('dp')}_TP_0_PP_0_CP_{at}"
+    groups = parallel_state.get_zero1_sharding_groups()
+    assert groups == [[0, 1, 2, 3]]
+    weight = torch.nn.Parameter(torch.ones(4))
+    NeuronZero1Optimizer([weight], torch.optim.SGD, lr=1, sharding_groups=groups)
+    with pytest.raises(ValueError, match="state is cut over dp, ep and cp"):
+        NeuronZero1Optimizer([weight], torch.optim.SGD, lr=1, sharding_groups=[[0, 2], [1, 3]])
 
 
 def test_dropout_is_drawn_by_each_tp_rank_for_its_own_heads() -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -17,12 +19,12 @@ import torch
 from rank_pool import RankPool
 from torch import Tensor, nn
 from torch.nn import init
+from worlds import each_rank
 
 import tpcore
 from tpcore.comm import mappings as ops
 from tpcore.layout.mesh import Mesh
 from tpcore.nxd import parallel_layers as pl
-from tpcore.nxd.modules import GQAQKVColumnParallelLinear
 from tpcore.nxd.parallel_layers import mappings, parallel_state, utils
 from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
@@ -67,18 +69,52 @@ def test_every_import_form_in_a_fresh_process() -> None:
 
 
 def test_one_object_under_every_path() -> None:
-    for module, name, origin in (
-        (pl.loss_functions, "parallel_cross_entropy", tpcore),
-        (utils, "move_model_to_device", tpcore.layers),
-        *((pl.parallel_state, name, tpcore.nxd.parallel_state) for name in tpcore.nxd.parallel_state.__all__),
-    ):
-        assert getattr(module, name) is getattr(origin, name)
-        assert getattr(pl, name, getattr(origin, name)) is getattr(origin, name)
+    assert pl.parallel_cross_entropy is pl.loss_functions.parallel_cross_entropy is tpcore.parallel_cross_entropy
+    assert pl.move_model_to_device is utils.move_model_to_device is tpcore.layers.move_model_to_device
+    assert pl.initialize_model_parallel is tpcore.nxd.parallel_state.initialize_model_parallel
     assert pl.parallel_state.__all__ == tpcore.nxd.parallel_state.__all__
+    for name in pl.parallel_state.__all__:
+        assert getattr(pl.parallel_state, name) is getattr(tpcore.nxd.parallel_state, name)
 
 
 # -- signatures ---------------------------------------------------------------------------------------
-REGION, SEQUENCE = "x, process_group=None", "x, sequence_dimension=0, "
+# in order and with defaults; None where the published signature has no default: the other spelling may be used instead
+PUBLISHED = """
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=1, pipeline_model_parallel_size=1,
+        context_parallel_size=1, expert_model_parallel_size=1, skip_collective_init=False, lnc_size=1)
+    ColumnParallelLinear(input_size, output_size, bias=True, gather_output=True, dtype=torch.float32, device=None)
+    RowParallelLinear(input_size, output_size, bias=True, input_is_parallel=False, dtype=torch.float32, device=None)
+    ParallelEmbedding(num_embeddings, embedding_dim, padding_idx=None)
+    parallel_cross_entropy(vocab_parallel_logits, target, label_smoothing=0.0, ignore_index=-100)
+    clip_grad_norm(parameters, max_norm, norm_type=2.0)
+    move_model_to_device(model, device)
+    save(state_dict=None, save_dir=None)
+    load(load_dir=None, model=None, model_key='model', sharded=True)
+    copy_to_tensor_model_parallel_region(x, process_group=None)
+    reduce_from_tensor_model_parallel_region(x, process_group=None)
+    scatter_to_tensor_model_parallel_region(x, process_group=None)
+    gather_from_tensor_model_parallel_region(x, process_group=None)
+    parallel_layers.mappings.scatter_to_sequence_parallel_region(x, sequence_dimension=0, process_group=None)
+    parallel_layers.mappings.gather_from_sequence_parallel_region(x, sequence_dimension=0, to_model_parallel=True,
+        process_group=None)
+    parallel_layers.mappings.reduce_scatter_to_sequence_parallel_region(x, sequence_dimension=0, process_group=None,
+        dtype=None)
+    model_parallel_xla_manual_seed(seed)
+    parallel_layers.utils.divide(numerator, denominator)
+    split_tensor_along_last_dim(tensor, num_partitions, contiguous_split_chunks=False)
+    neuronx_distributed_config(tensor_parallel_size=1, pipeline_parallel_size=1, expert_parallel_size=1,
+        context_parallel_size=1, pipeline_config=None, optimizer_config=None, activation_checkpoint_config=None,
+        pad_model=False, sequence_parallel=False, model_init_config=None, lora_config=None,
+        mixed_precision_config=None, sequential_move_factor=11, lnc_size=1)
+    initialize_parallel_model(nxd_config, model_fn, include_buffers=False)
+    initialize_parallel_optimizer(nxd_config, optimizer_class, parameters)
+    save_checkpoint(checkpoint_dir_str, tag, model=None, optimizer=None, scheduler=None, user_content=None,
+        num_workers=8, use_xser=False, num_kept_ckpts=None, async_save=False, zero1_optimizer=False)
+    load_checkpoint(path, tag=None, model=None, optimizer=None, scheduler=None, num_workers=8, strict=True)
+    modules.GQAQKVColumnParallelLinear(input_size, output_sizes, bias=True, gather_output=True, dtype=torch.float32,
+        device=None, init_method=None, sequence_parallel_enabled=False, keep_master_weight=False,
+        kv_size_multiplier=1, fuse_qkv=True, reduce_dtype=torch.float32)
+"""
 LINEAR = (
     "stride init_method sequence_parallel_enabled sequence_dimension skip_bias_add pad reduce_dtype "
     "tensor_model_parallel_group keep_master_weight"
@@ -87,67 +123,13 @@ EMBEDDING = (
     "max_norm norm_type scale_grad_by_freq sparse init_method device dtype shard_across_embedding pad "
     "sequence_parallel_enabled tensor_model_parallel_group sequence_dimension collect_output"
 )
-CONFIG = (
-    "tensor_parallel_size=1, pipeline_parallel_size=1, expert_parallel_size=1, context_parallel_size=1, "
-    "pipeline_config=None, optimizer_config=None, activation_checkpoint_config=None, pad_model=False, "
-    "sequence_parallel=False, model_init_config=None, lora_config=None, mixed_precision_config=None, "
-    "sequential_move_factor=11, lnc_size=1"
-)
-# in order and with defaults; None where the published signature has no default: the other spelling may be used instead
-PUBLISHED: list[tuple[Callable[..., Any], str]] = [
-    (
-        parallel_state.initialize_model_parallel,
-        "tensor_model_parallel_size=1, pipeline_model_parallel_size=1, context_parallel_size=1, "
-        "expert_model_parallel_size=1, skip_collective_init=False, lnc_size=1",
-    ),
-    (
-        pl.ColumnParallelLinear,
-        "input_size, output_size, bias=True, gather_output=True, dtype=torch.float32, device=None",
-    ),
-    (
-        pl.RowParallelLinear,
-        "input_size, output_size, bias=True, input_is_parallel=False, dtype=torch.float32, device=None",
-    ),
-    (pl.ParallelEmbedding, "num_embeddings, embedding_dim, padding_idx=None"),
-    (pl.parallel_cross_entropy, "vocab_parallel_logits, target, label_smoothing=0.0, ignore_index=-100"),
-    (pl.clip_grad_norm, "parameters, max_norm, norm_type=2.0"),
-    (pl.move_model_to_device, "model, device"),
-    (pl.save, "state_dict=None, save_dir=None"),
-    (pl.load, "load_dir=None, model=None, model_key='model', sharded=True"),
-    (pl.copy_to_tensor_model_parallel_region, REGION),
-    (pl.reduce_from_tensor_model_parallel_region, REGION),
-    (pl.scatter_to_tensor_model_parallel_region, REGION),
-    (pl.gather_from_tensor_model_parallel_region, REGION),
-    (mappings.scatter_to_sequence_parallel_region, SEQUENCE + "process_group=None"),
-    (mappings.gather_from_sequence_parallel_region, SEQUENCE + "to_model_parallel=True, process_group=None"),
-    (mappings.reduce_scatter_to_sequence_parallel_region, SEQUENCE + "process_group=None, dtype=None"),
-    (pl.model_parallel_xla_manual_seed, "seed"),
-    (utils.divide, "numerator, denominator"),
-    (utils.split_tensor_along_last_dim, "tensor, num_partitions, contiguous_split_chunks=False"),
-    (tpcore.nxd.neuronx_distributed_config, CONFIG),
-    (tpcore.nxd.initialize_parallel_model, "nxd_config, model_fn, include_buffers=False"),
-    (tpcore.nxd.initialize_parallel_optimizer, "nxd_config, optimizer_class, parameters"),
-    (
-        tpcore.nxd.save_checkpoint,
-        "checkpoint_dir_str, tag, model=None, optimizer=None, scheduler=None, user_content=None, num_workers=8, "
-        "use_xser=False, num_kept_ckpts=None, async_save=False, zero1_optimizer=False",
-    ),
-    (
-        tpcore.nxd.load_checkpoint,
-        "path, tag=None, model=None, optimizer=None, scheduler=None, num_workers=8, strict=True",
-    ),
-    (
-        GQAQKVColumnParallelLinear,
-        "input_size, output_sizes, bias=True, gather_output=True, dtype=torch.float32, device=None, "
-        "init_method=None, sequence_parallel_enabled=False, keep_master_weight=False, kv_size_multiplier=1, "
-        "fuse_qkv=True, reduce_dtype=torch.float32",
-    ),
-]
 
 
-@pytest.mark.parametrize(("fn", "published"), PUBLISHED, ids=lambda v: getattr(v, "__name__", ""))
-def test_published_order_and_defaults(fn: Callable[..., Any], published: str) -> None:
-    parameters = list(inspect.signature(fn).parameters.values())[: published.count(", ") + 1]
+@pytest.mark.parametrize("signature", re.findall(r"\S+\([^)]*", PUBLISHED), ids=lambda text: text.partition("(")[0])
+def test_published_order_and_defaults(signature: str) -> None:
+    name, _, published = " ".join(signature.split()).partition("(")
+    known = inspect.signature(resolve_name(f"tpcore.nxd.{name}")).parameters.values()
+    parameters = [*known][: published.count(", ") + 1]
     told = (p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in parameters)
     assert ", ".join(told) == published
     assert all(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
@@ -163,7 +145,8 @@ def test_later_keywords_exist() -> None:
 
 
 # -- the documented call forms ------------------------------------------------------------------------
-def _layers(_: ParallelContext) -> None:
+@each_rank(dp=1, tp=2)
+def test_documented_calls_of_linear_layers(ctx: ParallelContext) -> None:
     x = torch.randn(2, 3, 8)
     by_position = pl.ColumnParallelLinear(8, 12, True, True, torch.float32, None)
     assert by_position(x).shape == (2, 3, 12)
@@ -184,7 +167,8 @@ def _layers(_: ParallelContext) -> None:
     assert row(x[..., :4]).shape == (2, 3, 12)
 
 
-def _embeddings(_: ParallelContext) -> None:
+@each_rank(dp=1, tp=2)
+def test_documented_calls_of_embeddings(ctx: ParallelContext) -> None:
     ids = torch.arange(10)
     tables = []
     for make in (
@@ -204,37 +188,29 @@ def _embeddings(_: ParallelContext) -> None:
     assert half.weight.dtype is torch.float16
 
 
-@pytest.mark.parametrize("check", [_layers, _embeddings])
-def test_documented_calls(check: Callable[[ParallelContext], None]) -> None:
-    run_ranks(_mesh(2), check)
-
-
-def test_documented_calls_of_save_and_load(tmp_path: Path) -> None:
+@each_rank(dp=1, tp=2)
+def test_documented_calls_of_save_and_load(ctx: ParallelContext, tmp_path: Path) -> None:
     by_keyword, later_names, by_position = (str(tmp_path / name) for name in "abc")
-
-    def check(_: ParallelContext) -> None:
-        torch.manual_seed(1)
-        model = pl.ColumnParallelLinear(4, 6)
-        state = {"model": model.state_dict(), "step": 3}
-        pl.save(state_dict=state, save_dir=by_keyword)
-        pl.save(checkpoint=state, output_dir=later_names)
-        pl.save(state, by_position)
-        for load in (
-            partial(pl.load, load_dir=by_keyword, model_key="model", sharded=True),
-            partial(pl.load, chkpt_path=later_names),
-            lambda model: pl.load(by_position, model, "model", True),
-        ):
-            other = pl.ColumnParallelLinear(4, 6)
-            rest = load(model=other)
-            assert rest["step"] == 3
-            assert torch.equal(other.weight, model.weight)
-            assert torch.equal(other.bias, model.bias)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for later in ((None, optimizer), (model, None, "model")):  # they had been read as model_key and sharded
-            with pytest.raises(TypeError, match="model_or_optimizer= and others by name"):
-                pl.load(by_keyword, *later)
-
-    run_ranks(_mesh(2), check)
+    torch.manual_seed(1)
+    model = pl.ColumnParallelLinear(4, 6)
+    state = {"model": model.state_dict(), "step": 3}
+    pl.save(state_dict=state, save_dir=by_keyword)
+    pl.save(checkpoint=state, output_dir=later_names)
+    pl.save(state, by_position)
+    for load in (
+        partial(pl.load, load_dir=by_keyword, model_key="model", sharded=True),
+        partial(pl.load, chkpt_path=later_names),
+        lambda model: pl.load(by_position, model, "model", True),
+    ):
+        other = pl.ColumnParallelLinear(4, 6)
+        rest = load(model=other)
+        assert rest["step"] == 3
+        assert torch.equal(other.weight, model.weight)
+        assert torch.equal(other.bias, model.bias)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for later in ((None, optimizer), (model, None, "model")):  # they had been read as model_key and sharded
+        with pytest.raises(TypeError, match="model_or_optimizer= and others by name"):
+            pl.load(by_keyword, *later)
     for directory in (by_keyword, later_names, by_position):
         assert {"tp_rank_0", "tp_rank_1"} <= set(os.listdir(directory))
 
@@ -279,42 +255,34 @@ def test_mappings(pool: RankPool) -> None:
     pool.run(_mesh(2, dp=2), _mappings, "torch")
 
 
-def test_by_position_and_with_a_wider_sum() -> None:
-    def check(ctx: ParallelContext) -> list[float]:
-        x = torch.full((2, 4), 1.0 if ctx.rank else 256.0, dtype=torch.bfloat16)
-        assert mappings.gather_from_sequence_parallel_region(x, 1, False, ctx.comm("tp")).shape == (2, 16)
-        assert mappings.scatter_to_sequence_parallel_region(x, 1, ctx.comm("tp")).shape == (2, 1)
-        sums = [
-            mappings.reduce_scatter_to_sequence_parallel_region(x, 1, None, dtype) for dtype in (torch.float32, None)
-        ]
-        assert all(y.shape == (2, 1) for y in sums)
-        return [float(y[0]) for y in sums]
-
+@each_rank(dp=1, tp=4)
+def test_by_position_and_with_a_wider_sum(ctx: ParallelContext) -> None:
+    x = torch.full((2, 4), 1.0 if ctx.rank else 256.0, dtype=torch.bfloat16)
+    assert mappings.gather_from_sequence_parallel_region(x, 1, False, ctx.comm("tp")).shape == (2, 16)
+    assert mappings.scatter_to_sequence_parallel_region(x, 1, ctx.comm("tp")).shape == (2, 1)
     # bfloat16 has 8 bits: 256 + 1 is 256, and 259 is rounded to 260
-    assert run_ranks(_mesh(4), check) == [[260.0, 256.0]] * 4
+    for dtype, total in ((torch.float32, 260.0), (None, 256.0)):
+        sums = mappings.reduce_scatter_to_sequence_parallel_region(x, 1, None, dtype)
+        assert sums.shape == (2, 1)
+        assert float(sums[0]) == total
 
 
 # -- random, utils ------------------------------------------------------------------------------------
-def _draws(_: ParallelContext) -> list[Tensor]:
+def _draws(_: ParallelContext) -> tuple[Tensor, list[Tensor]]:
     pl.random.model_parallel_xla_manual_seed(3)
-    tracker = pl.random.get_xla_rng_tracker()
-    outside = [torch.rand(4)]
-    with tracker.fork():
-        inside = [torch.rand(4)]
-    with tracker.fork("model-parallel-rng"):
-        inside.append(torch.rand(4))
-    outside.append(torch.rand(4))
-    with tracker.fork("mine"):
-        inside.append(torch.rand(4))
-    return [torch.cat(outside), torch.cat(inside)]
+    tracker, inside = pl.random.get_xla_rng_tracker(), []
+    for names in ((), ("model-parallel-rng",), ("mine",)):
+        with tracker.fork(*names):
+            inside.append(torch.rand(4))
+    return torch.rand(4), inside
 
 
 def test_random_streams() -> None:
-    first, second = run_ranks(_mesh(2), _draws)
-    assert torch.equal(first[0], second[0])
-    drawn = torch.cat([first[1], second[1]])
+    (outside, mine), (same, others) = run_ranks(_mesh(2), _draws)
+    assert torch.equal(outside, same)
+    drawn = torch.cat([*mine, *others])
     assert drawn.unique().numel() == drawn.numel()
-    assert torch.equal(torch.cat(run_ranks(_mesh(2), _draws)[1]), torch.cat(second))
+    assert torch.equal(torch.cat(run_ranks(_mesh(2), _draws)[1][1]), torch.cat(others))
 
 
 def test_utils() -> None:
@@ -332,15 +300,12 @@ def test_utils() -> None:
         utils.split_tensor_along_last_dim(x, 4)
 
 
-def test_master_copies_count_as_cut() -> None:
-    def norms(_: ParallelContext) -> tuple[Tensor, Tensor]:
-        layer = pl.ColumnParallelLinear(4, 4, bias=False, dtype=torch.bfloat16)
-        master = nn.Parameter(torch.zeros(layer.weight.shape))
-        master.grad = torch.ones_like(master)
-        plain = pl.clip_grad_norm(master, 1e9, 1)
-        pl.copy_tensor_model_parallel_attributes(destination_tensor=master, source_tensor=layer.weight)
-        assert master.partition_dim == 0
-        return plain, pl.clip_grad_norm(master, 1e9, 1)
-
-    for plain, cut in run_ranks(_mesh(2), norms):
-        assert (plain, cut) == (8, 16)  # this rank's half of the 16 ones, and all of them
+@each_rank(dp=1, tp=2)
+def test_master_copies_count_as_cut(ctx: ParallelContext) -> None:
+    layer = pl.ColumnParallelLinear(4, 4, bias=False, dtype=torch.bfloat16)
+    master = nn.Parameter(torch.zeros(layer.weight.shape))
+    master.grad = torch.ones_like(master)
+    assert pl.clip_grad_norm(master, 1e9, 1) == 8  # this rank's half of the 16 ones
+    pl.copy_tensor_model_parallel_attributes(destination_tensor=master, source_tensor=layer.weight)
+    assert master.partition_dim == 0
+    assert pl.clip_grad_norm(master, 1e9, 1) == 16  # all of them

@@ -46,10 +46,6 @@ def script(ctx: tpcore.ParallelContext, files: Path, out: Path, flags: list[str]
     return history(trainer), made.get_input_embeddings().weight.shape[0]
 
 
-def consolidated(*words: str) -> Any:
-    return CliRunner().invoke(app, ["checkpoint", "consolidate", *words])
-
-
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     where = tmp_path_factory.mktemp("files")
@@ -85,7 +81,8 @@ def test_the_guides_flow(
         assert table == rows
     assert not [*(tmp_path / "out").rglob("*.safetensors.index.json")]
     assert not (tmp_path / "out" / "checkpoint-4" / "model.safetensors").exists()
-    done = consolidated(str(tmp_path / "out" / "checkpoint-4"), str(tmp_path / "one"), "-f", "safetensors")
+    words = ["checkpoint", "consolidate", f"{tmp_path}/out/checkpoint-4", f"{tmp_path}/one", "-f", "safetensors"]
+    done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output
     neuron.consolidate_model_parallel_checkpoints_to_unified_checkpoint(
         tmp_path / "out" / "tensor_parallel_shards", tmp_path / "two", "pytorch"

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from rank_pool import RankPool
 from torch import Tensor
+from worlds import each_rank
 
 import tpcore
 from tpcore.backend.interface import Backend
@@ -28,39 +29,36 @@ def _mesh(world: int, tp: int) -> Mesh:
     return Mesh({"pp": 1, "dp": world // tp, "tp": tp})
 
 
-AXES = {"pipeline_model": "pp", "data": "dp", "tensor_model": "tp", "context_model": None, "expert_model": None}
+AXES = {"pipeline_model": "pp", "data": "dp", "expert_data": "dp", "tensor_model": "tp"}
+AXES |= {"context_model": None, "expert_model": None}
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 4, 1), (1, 2, 3), (1, 4, 8), (2, 2, 2)], ids=str)
-def test_every_rank_knows_its_place(sizes: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize(("pp", "dp", "tp"), [(1, 1, 1), (1, 4, 1), (1, 2, 3), (1, 4, 8), (2, 2, 2)])
+@each_rank(pp="pp", dp="dp", tp="tp")
+def test_every_rank_knows_its_place(ctx: ParallelContext, pp: int, dp: int, tp: int) -> None:
     """Row-major [pp, dp, tp], written out once more: tp ranks side by side, dp ranks tp apart, stages the furthest."""
-    pp, dp, tp = sizes
-    grid = torch.arange(pp * dp * tp).view(*sizes, 1)
-
-    def ask(ctx: ParallelContext) -> None:
-        at = {}
-        for name, axis in AXES.items():
-            dim = ["pp", "dp", "tp", None].index(axis)
-            groups = grid.movedim(dim, -1).reshape(-1, grid.shape[dim]).tolist()
-            mine = next(ranks for ranks in groups if ctx.rank in ranks)
-            at[axis] = mine.index(ctx.rank)
-            assert getattr(ps, f"get_{name}_parallel_group")(True) == groups
-            assert getattr(ps, f"get_{name}_parallel_group")(as_list=True) == groups
-            assert getattr(ps, f"get_{name}_parallel_replica_groups")() == groups
-            assert getattr(ps, f"get_{name}_parallel_size")() == len(mine)
-            assert getattr(ps, f"get_{name}_parallel_rank")() == mine.index(ctx.rank)
-            if axis in ("dp", "tp"):
-                assert getattr(ps, f"get_{name}_parallel_src_rank")() == mine[0]
-        assert ps.is_global_rank_zero() == (ctx.rank == 0)
-        assert ps.get_world_group(as_list=True) == [list(range(ctx.mesh.size))]
-        assert ps.get_pipeline_model_parallel_prev_rank() == (ctx.rank - dp * tp) % ctx.mesh.size
-        assert ps.get_pipeline_model_parallel_next_rank() == (ctx.rank + dp * tp) % ctx.mesh.size
-        assert ps.get_pipeline_model_parallel_group() is ctx.comm("pp").process_group
-        assert ps.get_context_model_parallel_src_tgt_pairs() == [[rank, rank] for rank in range(ctx.mesh.size)]
-        assert ps.rmsg("ready") == f"[rank_{ctx.rank}_pp{at['pp']}_tp{at['tp']}_dp{at['dp']}_cp0] ready"
-        assert ps.get_rank_info_str() == f"DP_{at['dp']}_TP_{at['tp']}_PP_{at['pp']}"
-
-    run_ranks(Mesh({"pp": pp, "dp": dp, "tp": tp}), ask)
+    grid = torch.arange(pp * dp * tp).view(pp, dp, tp, 1)
+    at = {}
+    for name, axis in AXES.items():
+        dim = ["pp", "dp", "tp", None].index(axis)
+        groups = grid.movedim(dim, -1).reshape(-1, grid.shape[dim]).tolist()
+        mine = next(ranks for ranks in groups if ctx.rank in ranks)
+        at[axis] = mine.index(ctx.rank)
+        assert getattr(ps, f"get_{name}_parallel_group")(True) == groups
+        assert getattr(ps, f"get_{name}_parallel_group")(as_list=True) == groups
+        assert getattr(ps, f"get_{name}_parallel_replica_groups")() == groups
+        assert getattr(ps, f"get_{name}_parallel_size")() == len(mine)
+        assert getattr(ps, f"get_{name}_parallel_rank")() == mine.index(ctx.rank)
+        if name in ("data", "tensor_model"):
+            assert getattr(ps, f"get_{name}_parallel_src_rank")() == mine[0]
+    assert ps.is_global_rank_zero() == (ctx.rank == 0)
+    assert ps.get_world_group(as_list=True) == [list(range(ctx.mesh.size))]
+    assert ps.get_pipeline_model_parallel_prev_rank() == (ctx.rank - dp * tp) % ctx.mesh.size
+    assert ps.get_pipeline_model_parallel_next_rank() == (ctx.rank + dp * tp) % ctx.mesh.size
+    assert ps.get_pipeline_model_parallel_group() is ctx.comm("pp").process_group
+    assert ps.get_context_model_parallel_src_tgt_pairs() == [[rank, rank] for rank in range(ctx.mesh.size)]
+    assert ps.rmsg("ready") == f"[rank_{ctx.rank}_pp{at['pp']}_tp{at['tp']}_dp{at['dp']}_cp0] ready"
+    assert ps.get_rank_info_str() == f"DP_{at['dp']}_TP_{at['tp']}_PP_{at['pp']}"
 
 
 def test_groups_of_some_stages() -> None:
@@ -194,48 +192,38 @@ def test_groups_serve_torch_distributed(pool: RankPool) -> None:
     pool.run(_mesh(4, 2), _groups)
 
 
-def _adopt(ctx: ParallelContext) -> dict[str, Any]:
+def _adopt(ctx: ParallelContext) -> None:
     """As in a script that joined its job itself: torch's default group is there, no context is."""
+    rank = ctx.rank
 
-    def script() -> dict[str, Any]:
-        said: dict[str, Any] = {}
-        for tp in (3, 8):
-            with pytest.raises(ValueError, match=f"tp={tp}") as e:
+    def members(group: Any) -> int:
+        x = torch.tensor([1 << dist.get_rank()])
+        dist.all_reduce(x, group=group)
+        return int(x)
+
+    def script() -> None:
+        for tp, said in ((3, "tp=3 does not divide the world of 4"), (8, "tp=8 .*larger than the world of 4")):
+            with pytest.raises(ValueError, match=said):
                 ps.initialize_model_parallel(tensor_model_parallel_size=tp)
-            said[f"tp={tp}"] = str(e.value)
             assert not ps.model_parallel_is_initialized()
         ps.initialize_model_parallel(tensor_model_parallel_size=2)
-        said["tp"] = ps.get_tensor_model_parallel_group(as_list=True)
-        said["rank"] = ps.get_tensor_model_parallel_rank(), ps.get_data_parallel_rank()
-        x = torch.tensor([1 << dist.get_rank()])
-        dist.all_reduce(x, group=ps.get_data_parallel_group())
-        said["dp members"] = x.item()
+        assert ps.get_tensor_model_parallel_group(as_list=True) == [[0, 1], [2, 3]]
+        assert (ps.get_tensor_model_parallel_rank(), ps.get_data_parallel_rank()) == (rank % 2, rank // 2)
+        assert members(ps.get_data_parallel_group()) == [0b0101, 0b1010][rank % 2]
         ps.destroy_model_parallel()
         assert not ps.model_parallel_is_initialized()
         assert dist.is_initialized()  # the script's own, and the script's to end
         ps.initialize_model_parallel(4)
-        said["again"] = ps.get_tensor_model_parallel_size()
+        assert ps.get_tensor_model_parallel_size() == 4
         ps.destroy_model_parallel()
         ps.initialize_model_parallel(2, pipeline_model_parallel_size=2)
-        said["stages"] = ps.get_pipeline_model_parallel_group(as_list=True)
-        said["stage"] = ps.get_pipeline_model_parallel_rank()
-        x = torch.tensor([1 << dist.get_rank()])
-        dist.all_reduce(x, group=ps.get_pipeline_model_parallel_group())
-        said["pp members"] = x.item()
+        assert ps.get_pipeline_model_parallel_group(as_list=True) == [[0, 2], [1, 3]]
+        assert ps.get_pipeline_model_parallel_rank() == rank // 2
+        assert members(ps.get_pipeline_model_parallel_group()) == [0b0101, 0b1010][rank % 2]
         ps.destroy_model_parallel()
-        return said
 
-    return Context().run(script)
+    Context().run(script)
 
 
-def test_initialize_in_a_job_the_script_joined_itself(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    for rank, said in enumerate(pool.run(_mesh(4, 2), _adopt)):
-        assert "does not divide the world of 4" in said["tp=3"]
-        assert "larger than the world of 4" in said["tp=8"]
-        assert said["tp"] == [[0, 1], [2, 3]]
-        assert said["rank"] == (rank % 2, rank // 2)
-        assert said["dp members"] == [0b0101, 0b1010][rank % 2]
-        assert said["again"] == 4
-        assert said["stages"] == [[0, 2], [1, 3]]
-        assert said["stage"] == rank // 2
-        assert said["pp members"] == [0b0101, 0b1010][rank % 2]
+def test_initialize_in_a_job_the_script_joined_itself(pool: RankPool) -> None:
+    pool.run(_mesh(4, 2), _adopt)

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from tiers import tiers
 from torch import Tensor, nn
 from typer.testing import CliRunner
+from worlds import each_rank
 
 import tpcore
 from tpcore.cli.app import app
@@ -108,49 +109,37 @@ def adapted(make: Callable[[], nn.Module], how: str, options: dict[str, Any], **
     return peft.get_peft_model(model, config(**options))
 
 
-def assert_equal(make: Callable[[], nn.Module], how: str, mesh: Mesh, options: dict[str, Any], **cuts: Any) -> None:
-    whole = adapted(make, "", options)
+GAUSSIAN = {"init_lora_weights": "gaussian"}
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    **{name: (name, {"targets": targets, **GAUSSIAN}, {}) for name, (_, targets) in MODELS.items()},
+    "all biases": ("qwen2", {"use_rslora": True, "bias": "all"}, {}),
+    "biases of its own": ("qwen2", {"lora_bias": True, "targets": ["q_proj", "k_proj", "v_proj"]}, {}),
+    "of the embedding": ("llama", {"targets": ["q_proj", "o_proj", "embed_tokens"]}, {}),
+    "beside an embedding": ("llama", {"targets": ["q_proj"], "modules_to_save": ["embed_tokens"]}, {}),
+    "beside a norm": ("llama", {"targets": ["q_proj"], "modules_to_save": ["norm"]}, {}),
+    "sequence parallel": ("llama", {}, {"sequence_parallel": True}),
+}
+QUICK = [(case, 4 if case == "sequence parallel" else 2) for case in CASES.keys() - {"qwen2", "mixtral", "bert"}]
+
+
+@pytest.mark.parametrize("how", ["before", "after"])
+@pytest.mark.parametrize(("case", "tp"), tiers(sorted(QUICK), slow=[(name, 4) for name in MODELS]))
+def test_losses_and_gradients(case: str, tp: int, how: str) -> None:
+    name, options, cuts = CASES[case]
+    whole = adapted(MODELS[name][0], "", options)
     initial = {n: p.detach().clone() for n, p in whole.named_parameters()}
     warm(whole)
     loss, gradients = step(whole)
 
     def rank(ctx: tpcore.ParallelContext) -> None:
-        model = adapted(make, how, options, **cuts)
-        trained = {n for n, p in model.named_parameters() if p.requires_grad}
-        assert trained == gradients.keys()
-        for name, p in model.named_parameters():
-            assert torch.equal(p, part(initial[name], p)), name
+        model = adapted(MODELS[name][0], how, options, **cuts)
+        assert {n for n, p in model.named_parameters() if p.requires_grad} == gradients.keys()
+        for key, p in model.named_parameters():
+            assert torch.equal(p, part(initial[key], p)), key
         warm(model)
         assert_step(model, loss, gradients)
 
-    run_ranks(mesh, rank)
-
-
-OPTIONS: list[dict[str, Any]] = [
-    {"use_rslora": True, "bias": "all"},
-    {"lora_bias": True, "targets": ["q_proj", "k_proj", "v_proj"]},
-    {"targets": ["q_proj", "o_proj", "embed_tokens"]},
-    {"targets": ["q_proj"], "modules_to_save": ["embed_tokens"]},
-    {"targets": ["q_proj"], "modules_to_save": ["norm"]},
-]
-
-
-@pytest.mark.parametrize("how", ["before", "after"])
-@pytest.mark.parametrize(("name", "tp"), tiers([("llama", 2), ("gpt2", 2)], slow=[(name, 4) for name in MODELS]))
-def test_losses_and_gradients(name: str, tp: int, how: str) -> None:
-    make, targets = MODELS[name]
-    assert_equal(make, how, Mesh({"tp": tp}), {"targets": targets, "init_lora_weights": "gaussian"})
-
-
-@pytest.mark.parametrize("how", ["before", "after"])
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_options(options: dict[str, Any], how: str) -> None:
-    assert_equal(MODELS["qwen2"][0] if {"bias", "lora_bias"} & options.keys() else llama, how, TWO, options)
-
-
-@pytest.mark.parametrize(("how", "tp"), [("before", 2), ("after", 4)])
-def test_sequence_parallelism(how: str, tp: int) -> None:
-    assert_equal(llama, how, Mesh({"tp": tp}), {}, sequence_parallel=True)
+    run_ranks(Mesh({"tp": tp}), rank)
 
 
 def test_layers_that_gather_tokens_themselves() -> None:
@@ -276,15 +265,15 @@ def test_several_adapters() -> None:
     both(whole, whole.add_adapter)
     loss, gradients = step(whole)
 
-    def rank(ctx: tpcore.ParallelContext, how: str) -> None:
-        model = adapted(llama, how, {})
-        both(model, model.add_adapter)
-        assert_step(model, loss, gradients)
-        model.delete_adapter("default")
-        model.set_adapter("other")
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        for how in ("before", "after"):
+            model = adapted(llama, how, {})
+            both(model, model.add_adapter)
+            assert_step(model, loss, gradients)
+            model.delete_adapter("default")
+            model.set_adapter("other")
 
-    for how in ("before", "after"):
-        run_ranks(TWO, partial(rank, how=how))
+    run_ranks(TWO, rank)
 
 
 @pytest.mark.parametrize("how", ["before", "after"])
@@ -318,36 +307,32 @@ def test_dropout_of_adapters(how: str, sequence_parallel: bool) -> None:
     assert 0.3 < (one != other).double().mean() < 0.7
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"use_dora": True}, r"LoraConfig\(use_dora=True\) is not there for a sharded model"),
-        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa'"),
-        ({"targets": ["q_proj", "lm_head"]}, "leave it out of target_modules"),
-    ],
-)
-@pytest.mark.parametrize("how", ["before", "after"])
-def test_what_is_refused(how: str, options: dict[str, Any], message: str) -> None:
-    def rank(ctx: tpcore.ParallelContext) -> None:
-        model = made(llama)
-        if how == "before":
-            whole = peft.get_peft_model(model, config(**options))
-            names = [n for n, _ in whole.named_modules()]
-            with pytest.raises(ValueError, match=message):
-                tpcore.parallelize(whole)
-            assert [n for n, _ in whole.named_modules()] == names
-            assert "default" in whole.peft_config
-            return
-        tpcore.parallelize(model)
-        with pytest.warns(UserWarning, match="Already found"), pytest.raises(ValueError, match=r"peft\.get_peft_model"):
-            peft.get_peft_model(model, config())  # its own function names ours
-        with pytest.raises(ValueError, match=message):
-            get_peft_model(model, config(**options))
-        assert not any("lora_" in name for name, _ in model.named_parameters())
-        assert get_peft_model(model, config()) is not None
+DORA = {"use_dora": True}, r"LoraConfig\(use_dora=True\) is not there for a sharded model"
+HEAD = {"targets": ["q_proj", "lm_head"]}, "leave it out of target_modules"
+PISSA = {"init_lora_weights": "pissa"}, "init_lora_weights='pissa'"
 
-    if how == "after" or "init_lora_weights" not in options:
-        run_ranks(TWO, rank)
+
+@pytest.mark.parametrize(("options", "message"), [DORA, HEAD])
+@each_rank(tp=2)
+def test_what_is_refused_before(ctx: tpcore.ParallelContext, options: dict[str, Any], message: str) -> None:
+    whole = peft.get_peft_model(made(llama), config(**options))
+    names = [n for n, _ in whole.named_modules()]
+    with pytest.raises(ValueError, match=message):
+        tpcore.parallelize(whole)
+    assert [n for n, _ in whole.named_modules()] == names
+    assert "default" in whole.peft_config
+
+
+@pytest.mark.parametrize(("options", "message"), [DORA, HEAD, PISSA])
+@each_rank(tp=2)
+def test_what_is_refused_after(ctx: tpcore.ParallelContext, options: dict[str, Any], message: str) -> None:
+    model = tpcore.parallelize(made(llama))
+    with pytest.warns(UserWarning, match="Already found"), pytest.raises(ValueError, match=r"peft\.get_peft_model"):
+        peft.get_peft_model(model, config())  # its own function names ours
+    with pytest.raises(ValueError, match=message):
+        get_peft_model(model, config(**options))
+    assert not any("lora_" in name for name, _ in model.named_parameters())
+    assert get_peft_model(model, config()) is not None
 
 
 def test_initial_values_of_whole_weights_are_sharded_with_them() -> None:
@@ -468,13 +453,11 @@ def test_steps_on_every_mesh(name: str, mesh: str, tmp_path: Path) -> None:
             torch.testing.assert_close(p, dense.get_parameter(key), rtol=0, atol=1e-4, check_dtype=False)
 
 
-def test_adapters_come_before_stages() -> None:
-    def rank(ctx: tpcore.ParallelContext) -> None:
-        model = tpcore.parallelize(made(llama), num_microbatches=2)
-        with pytest.raises(ValueError, match=r"of its stage alone, .* before, tpcore.parallelize\(peft.get_peft"):
-            get_peft_model(model, config())
-
-    run_ranks(Mesh({"pp": 2, "dp": 1, "tp": 1}), rank)
+@each_rank(pp=2, dp=1, tp=1)
+def test_adapters_come_before_stages(ctx: tpcore.ParallelContext) -> None:
+    model = tpcore.parallelize(made(llama), num_microbatches=2)
+    with pytest.raises(ValueError, match=r"of its stage alone, .* before, tpcore.parallelize\(peft.get_peft"):
+        get_peft_model(model, config())
 
 
 WORK = [name for name in families.families() if name not in REFUSED]

@@ -144,6 +144,39 @@ def test_resumes_on_another_mesh(pool: RankPool, tmp_path: Path) -> None:
         assert_same_history(got, history(whole))
 
 
+def adapted(how: str) -> Any:
+    """A model with adapters, added before ``parallelize``, after it, or without it."""
+    import peft
+
+    from tpcore.integrations.peft import get_peft_model
+
+    base = tpcore.parallelize(model()) if how == "after" else model()
+    torch.manual_seed(4)
+    options = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights="gaussian")
+    if how == "after":
+        return get_peft_model(base, options)
+    found = peft.get_peft_model(base, options)
+    return tpcore.parallelize(found) if how == "before" else found
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+@pytest.mark.parametrize("how", ["after", "before"])
+def test_adapters_and_their_files(pool: RankPool, how: str, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    want = history(stock(tmp_path / "stock", partial(adapted, "")))
+    for got, _ in pool.run(TP, partial(on_mesh, **SAVING), tmp_path / how, partial(adapted, how)):
+        assert_same_history(got, want)
+    last = tmp_path / how / "checkpoint-2"
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= {f.name for f in last.iterdir()}
+    assert not list(last.glob("model*"))  # the base model is not trained, and not written
+    opened = peft.PeftModel.from_pretrained(model(), last)
+    assert any("lora_" in name for name, _ in opened.named_parameters())
+    again = tmp_path / how, partial(adapted, how), True, str(last)
+    for got, _ in pool.run(Mesh({"pp": 1, "dp": 2, "tp": 1}), partial(on_mesh, **SAVING, **HALF), *again):
+        assert_same_history(got, want)
+
+
 def _best(ctx: tpcore.ParallelContext, where: Path, cut: Any, options: Any) -> Any:
     made = tpcore.parallelize(model(), **cut)
     bars = io.StringIO()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -56,9 +57,9 @@ def history(trainer: transformers.Trainer) -> list[dict[str, float]]:
     return [{k: v for k, v in entry.items() if k in KEPT} for entry in trainer.state.log_history]
 
 
-def stock(where: Path, resume: str | None = None, **options: Any) -> transformers.Trainer:
-    trainer = transformers.Trainer(model(), arguments(where, **options), **data())
-    trainer.train(resume_from_checkpoint=resume)
+def stock(where: Path, make: Callable[[], Any] = model, **options: Any) -> transformers.Trainer:
+    trainer = transformers.Trainer(make(), arguments(where, **options), **data())
+    trainer.train()
     trainer.evaluate()
     return trainer
 
@@ -66,15 +67,15 @@ def stock(where: Path, resume: str | None = None, **options: Any) -> transformer
 def on_mesh(
     ctx: tpcore.ParallelContext,
     where: Path,
-    cut: dict[str, Any],
+    cut: dict[str, Any] | Callable[[], Any],
     zero1: bool | dict[str, Any] = False,
     resume: str | None = None,
     **options: Any,
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-    """(history, the whole model's weights, none with stages)."""
+    """(history, the whole model's weights, none with stages). ``cut``: how, or what makes a model that is cut."""
     from tpcore.integrations.transformers import Trainer
 
-    made = tpcore.parallelize(model(), **cut)
+    made = cut() if callable(cut) else tpcore.parallelize(model(), **cut)
     trainer = Trainer(made, arguments(where, **options), **data(), zero1=zero1)
     trainer.train(resume_from_checkpoint=resume)
     trainer.evaluate()

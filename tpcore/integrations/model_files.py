@@ -14,6 +14,7 @@ from .. import checkpoint
 from ..checkpoint.read.model import cut_anew
 from ..layers.sharding import sharding
 from ..log import inform
+from ..models.guards import is_guarded
 from ..models.loading import open_weights, read_parts
 from ..models.whole import drop_weights, full_state_dict, save_configuration
 from ..runtime.consensus import together
@@ -32,9 +33,9 @@ _SAVES = "save_pretrained"
 
 
 def is_cut(model: nn.Module) -> bool:
-    """Whether ranks of one data-parallel rank hold different parts of ``model``."""
+    """Whether ``parallelize`` has cut ``model``, or it has layers of which ranks hold different parts."""
     found = (sharding(p) for p in model.parameters())
-    return any(mark is not None and mark.axes for mark in found)
+    return is_guarded(model) or any(mark is not None and mark.axes for mark in found)
 
 
 @contextmanager

@@ -24,7 +24,6 @@ from ..diagnose.plan.search import MeshPlan, plan
 from ..layers.module import move_model_to_device
 from ..log import inform
 from ..models import parallelize
-from ..models.guards import is_guarded
 from ..runtime.consensus import agree, gather
 from ..runtime.context import current
 from ..runtime.init import remesh
@@ -124,18 +123,15 @@ class Trainer(transformers.Trainer):
 
     # -- files: whole weights for from_pretrained, the optimizer's state in parts ---------------------------
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model; called on all ranks. Before 5.23 transformers has rank 0 alone enter ``_save``."""
+        """Save the model; called on all ranks."""
         where = str(self.args.output_dir if output_dir is None else output_dir)
         self._whole = whole_state(self.model)
-        try:
-            with saved(self.model, lambda: self.save_weights(where)):
-                super().save_model(output_dir, _internal_call)
-        finally:
-            self._whole = None
+        with saved(self.model, lambda: self.save_weights(where)):
+            super().save_model(output_dir, _internal_call)
+        self._whole = None
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        if self.args.should_save:
-            super()._save(output_dir, self._whole if state_dict is None else state_dict)
+        super()._save(output_dir, self._whole if state_dict is None else state_dict)
 
     def save_weights(self, where: str) -> None:
         """Write a cut model into the directory ``where``. Called on all ranks."""
@@ -227,7 +223,7 @@ def check_arguments(args: Any) -> None:
 def check_cut(model: nn.Module) -> None:
     """ValueError for a model of which all ranks of a tp group would train the same copy."""
     mesh = current().mesh
-    if mesh.size != current().batch.size and not (is_cut(model) or is_guarded(model)):
+    if mesh.size != current().batch.size and not is_cut(model):
         raise ValueError(
             f"this {type(model).__name__} is whole on every rank of the mesh {dict(mesh.axes)}: call "
             "tpcore.parallelize(model) before the Trainer, or tpcore.init with tp=1"
@@ -243,7 +239,7 @@ def choose_mesh(model: Any, args: Any, options: Mapping[str, Any]) -> Choice:
     job or a model that is divided already, and where nothing fits.
     """
     ctx = current()
-    if ctx.mesh.size != ctx.batch.size or is_cut(model) or is_guarded(model):
+    if ctx.mesh.size != ctx.batch.size or is_cut(model):
         raise ValueError(
             f"mesh={AUTO!r} divides the job and cuts the model, and they are already, on {dict(ctx.mesh.axes)}: call "
             "tpcore.init() without degrees, and leave tpcore.parallelize out"

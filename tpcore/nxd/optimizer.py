@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree
 
 from .. import checkpoint
 from ..layout.mesh import DATA
@@ -55,13 +56,13 @@ class NeuronZero1Optimizer(Zero1):
             check_max_norm(self._max_norm)
         self._used: dict[Tensor, tuple[Tensor, int]] = {}
         given = list(params)
-        wide = use_grad_acc_hook or higher_cc_precision
+        half = any(isinstance(p, Tensor) and p.dtype.itemsize < 4 for p in _pytree.tree_leaves(given))
         super().__init__(
             optimizer_class,
             given,
             master_dtype=optimizer_dtype or torch.float32,
             # of float32 parameters .grad is that already, and scripts read it there
-            grad_dtype=torch.float32 if wide and _has_half(given) else None,
+            grad_dtype=torch.float32 if half and (use_grad_acc_hook or higher_cc_precision) else None,
             bucket_mb=max(bucket_cap_mb_reduce_scatter, bucket_cap_mb_all_gather or 0),
             **{name: value for name, value in options.items() if name not in _NEEDS_NOTHING},
         )
@@ -122,15 +123,6 @@ def _check_groups(name: str, given: Groups | None, *names: str) -> None:
             f"NeuronZero1Optimizer({name}={given}): state is cut over dp, ep and cp, and norms are summed over what "
             f"cuts a parameter; only the {', '.join(axes)} groups, {want}, say that, and so does leaving it out"
         )
-
-
-def _has_half(params: Any) -> bool:
-    """Whether a parameter is less precise than float32; ``params`` as optimizers take them."""
-    if isinstance(params, Tensor):
-        return params.dtype.itemsize < torch.float32.itemsize
-    if isinstance(params, dict):
-        return _has_half(params["params"])
-    return any(_has_half(item[1] if isinstance(item, tuple) else item) for item in params)
 
 
 mirror(__name__, "optimizer.zero_redundancy_optimizer")

@@ -47,8 +47,10 @@ class Wrapper(nn.Module):
     def original_module(self) -> nn.Module:
         return self._original[0]
 
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        return self.original_module().named_parameters(*args, **kwargs)
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        # parameters() and buffers() and their names are of these
+        found: Iterator[tuple[str, nn.Module]] = self.original_module().named_modules(*args, **kwargs)
+        return found
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self.original_module().state_dict(*args, **kwargs)
@@ -140,11 +142,8 @@ class NxDPPModel(Wrapper):
     # what is local is all that a stage has
     local_parameters = Wrapper.parameters
     local_named_parameters = Wrapper.named_parameters
+    local_named_modules = Wrapper.named_modules
     local_state_dict = Wrapper.state_dict
-
-    def local_named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        found: Iterator[tuple[str, nn.Module]] = self.original_torch_module.named_modules(*args, **kwargs)
-        return found
 
 
 @torch.no_grad()

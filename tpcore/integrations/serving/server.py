@@ -6,7 +6,8 @@ import asyncio
 import inspect
 import json
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -185,13 +186,41 @@ def _body(status: int, message: str) -> dict[str, Any]:
 
 
 # -- requests: each wrong value is one sentence, with the value and what there is ----------------------------------
-_NUMBERS: dict[str, tuple[type, float, float]] = {
-    "max_tokens": (int, 1, 2**31 - 1),
-    "max_completion_tokens": (int, 1, 2**31 - 1),
-    "temperature": (float, 0, 2),
-    "top_p": (float, 0, 1),
-    "top_k": (int, 0, 2**31 - 1),
-    "seed": (int, 0, 2**63 - 1),
+Rule = tuple[Callable[[Any], bool], str]
+"""Whether a value is one of the option, and what such values are."""
+
+
+def _number(called: str, kinds: tuple[type, ...], low: float, high: float) -> Rule:
+    def fits(value: Any) -> bool:
+        return isinstance(value, kinds) and not isinstance(value, bool) and bool(low <= value <= high)
+
+    return fits, f"{called} from {low} to {high}"
+
+
+_whole, _real = partial(_number, "a whole number", (int,)), partial(_number, "a number", (int, float))
+
+
+def _is_stop(value: Any) -> bool:
+    strings = [value] if isinstance(value, str) else value
+    return isinstance(strings, list) and len(strings) <= _STOPS and all(isinstance(s, str) and s for s in strings)
+
+
+_STOPS = 4
+_OF_THE_CALL = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters, "load_audio_from_video"}
+"""No client brings a template of its own: it is a program, which need not end."""
+_RULES: dict[str, Rule] = {
+    **dict.fromkeys(("max_tokens", "max_completion_tokens"), _whole(1, 2**31 - 1)),
+    "temperature": _real(0, 2),
+    "top_p": _real(0, 1),
+    "top_k": _whole(0, 2**31 - 1),
+    "seed": _whole(0, 2**63 - 1),
+    "stream": (lambda value: isinstance(value, bool), "true or false"),
+    "stop": (_is_stop, f"a string or a list of strings, at most {_STOPS}"),
+    "tools": (lambda value: isinstance(value, list) and all(isinstance(t, dict) for t in value), "a list of objects"),
+    "chat_template_kwargs": (
+        lambda value: isinstance(value, dict) and not value.keys() & _OF_THE_CALL,
+        "an object without arguments of apply_chat_template, which the server says itself",
+    ),
 }
 _NO_EFFECT = ("user", "metadata", "store", "service_tier", "stream_options", "parallel_tool_calls")
 _ONLY: dict[str, tuple[Any, ...]] = {
@@ -206,9 +235,6 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("prediction", "web_search_options"), ()),
 }
 """Options that nothing here follows: the values at which that makes no difference."""
-_OF_THE_CALL = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters, "load_audio_from_video"}
-"""No client brings a template of its own: it is a program, which need not end."""
-_STOPS = 4
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -216,52 +242,24 @@ def malformed(body: Any, content: str) -> str | None:
     """What is wrong with ``body``, whose text is in ``content``: "prompt" or "messages"; None if nothing is."""
     if not isinstance(body, Mapping):
         return f"the body must be a JSON object, not {type(body).__name__}"
-    known = {"model", "stream", "stop", "tools", "chat_template_kwargs", content, *_NUMBERS, *_ONLY, *_NO_EFFECT}
-    unknown = sorted(map(str, body.keys() - known))
+    unknown = sorted(map(str, body.keys() - {"model", content, *_RULES, *_ONLY, *_NO_EFFECT}))
     if unknown:
         return f"there is no option {', '.join(unknown)}"
     for name, values in _ONLY.items():
         if name in body and body[name] not in values:
             return f"{name}={body[name]!r} is not supported: leave it out"
-    if content == "messages":
-        return _numbers(body) or _stop(body) or _messages(body)
-    prompt = body.get("prompt")
-    text = isinstance(prompt, str) and prompt
-    return _numbers(body) or _stop(body) or (None if text else f"prompt={prompt!r} is not a string that says something")
-
-
-def _numbers(body: Mapping[str, Any]) -> str | None:
-    for name, (kind, low, high) in _NUMBERS.items():
-        value = body.get(name)
-        if value is None:
-            continue
-        wanted = (int,) if kind is int else (int, float)
-        if isinstance(value, bool) or not isinstance(value, wanted) or not low <= value <= high:
-            called = "a whole number" if kind is int else "a number"
-            return f"{name}={value!r} is not {called} from {low} to {high}"
+    for name, (fits, what) in _RULES.items():
+        if name in body and not fits(body[name]):
+            return f"{name}={body[name]!r} is not {what}"
     if body.get("top_p") == 0:
         return "top_p=0 leaves no token: temperature=0 takes the most likely one"
-    return None
+    if content == "messages":
+        return _messages(body.get("messages"))
+    prompt = body.get("prompt")
+    return None if isinstance(prompt, str) and prompt else f"prompt={prompt!r} is not a string that says something"
 
 
-def _stop(body: Mapping[str, Any]) -> str | None:
-    if not isinstance(body.get("stream") or False, bool):
-        return f"stream={body['stream']!r} is not true or false"
-    options = body.get("chat_template_kwargs", {})
-    if not isinstance(options, dict):
-        return "chat_template_kwargs must be an object"
-    taken = sorted(options.keys() & _OF_THE_CALL)
-    if taken:
-        return f"chat_template_kwargs has {', '.join(taken)}, which the server says itself"
-    stop = body.get("stop")
-    stops = [stop] if isinstance(stop, str) else stop
-    if stop is not None and not (isinstance(stops, list) and all(isinstance(s, str) and s for s in stops)):
-        return f"stop={stop!r} is not a string or a list of strings"
-    return f"stop has {len(stops)} strings, and may have {_STOPS}" if stops and len(stops) > _STOPS else None
-
-
-def _messages(body: Mapping[str, Any]) -> str | None:
-    messages = body.get("messages")
+def _messages(messages: Any) -> str | None:
     if not isinstance(messages, list) or not messages:
         return "messages must be a list of one or more messages"
     for i, message in enumerate(messages):
@@ -274,8 +272,7 @@ def _messages(body: Mapping[str, Any]) -> str | None:
                 return f"the content of messages[{i}] must be text"
         if not _calls(message.get("tool_calls", [])):
             return f"tool_calls of messages[{i}] must be objects whose function has arguments, an object or its JSON"
-    tools = body.get("tools", [])
-    return None if isinstance(tools, list) and all(isinstance(t, dict) for t in tools) else "tools must be objects"
+    return None
 
 
 def _calls(calls: Any) -> bool:

@@ -35,7 +35,6 @@ FAMILIES = (NXD, "fairscale.nn.model_parallel", "megatron", "optimum.neuron", "t
 _MEANINGS = [*_rows("meanings.tsv")]
 _ROWS = {old: Counterpart(new or None, note, not call) for old, new, call, note in _rows("names.tsv")}
 TABLES = {old: to for old, to in _ROWS.items() if to.new is not None}
-OPTIMUM = {old: to for old, to in TABLES.items() if old.startswith("optimum.neuron.")}
 TRANSFORMERS = {old: to for old, to in TABLES.items() if old.startswith("transformers.")}
 """What scripts of optimum-neuron import of transformers 4, and 5 has not."""
 _ABSENT = {old: to for old, to in _ROWS.items() if to.new is None}

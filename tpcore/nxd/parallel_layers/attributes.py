@@ -74,53 +74,6 @@ class PublishedAttributes(ParallelModule):
         return int(self.shard_specs["weight"].local_shape(self.tp.size)[dim])
 
 
-class LinearAttributes(PublishedAttributes):
-    in_features: int
-    out_features: int
-
-    @property
-    def input_size(self) -> int:
-        return self.in_features
-
-    @property
-    def output_size(self) -> int:
-        return self.out_features
-
-    @property
-    def stride(self) -> int:
-        """How many projections are fused along the cut features."""
-        return len(self.shard_specs["weight"].blocks)
-
-    @property
-    def output_size_per_partition(self) -> int:
-        return self._local(0)
-
-    @property
-    def input_size_per_partition(self) -> int:
-        return self._local(1)
-
-
-class EmbeddingAttributes(PublishedAttributes):
-    @property
-    def num_embeddings_per_partition(self) -> int:
-        return self._local(0)
-
-    @property
-    def embedding_dim_per_partition(self) -> int:
-        return self._local(1)
-
-    @property
-    def start_index(self) -> int:
-        """The first row of the table that this rank holds."""
-        cut_rows = self.shard_specs["weight"].dim == 0
-        return self._tp_rank * self.num_embeddings_per_partition if cut_rows else 0
-
-    @property
-    def end_index(self) -> int:
-        """One past its last row, padding included."""
-        return self.start_index + self.num_embeddings_per_partition
-
-
 class NormArguments:
     """A norm's arguments by their published names: those of the norm in tpcore, and these two for the last ones."""
 

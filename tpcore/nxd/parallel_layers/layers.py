@@ -12,20 +12,40 @@ from ...layers.initial import Init, unsharded
 from ...layers.linear import ParallelLinear
 from ...layout.shard import ShardSpec
 from ...runtime.context import current
-from .attributes import EmbeddingAttributes, LinearAttributes, Place, sequence_dim
+from .attributes import Place, PublishedAttributes, sequence_dim
 from .utils import copy_tensor_model_parallel_attributes, param_is_not_tensor_parallel_duplicate
 
 __all__ = ["BaseParallelLinear", "ColumnParallelLinear", "ParallelEmbedding", "RowParallelLinear"]
 __all__ += ["copy_tensor_model_parallel_attributes", "create_local_weight", "param_is_not_tensor_parallel_duplicate"]
 
-
 Options = dict[str, Any]
 
 
-class BaseParallelLinear(LinearAttributes, ParallelLinear):
+class BaseParallelLinear(PublishedAttributes, ParallelLinear):
     """Base of both linear layers. ``master_weight``: the full initial weight on the CPU, if it was asked for."""
 
     master_weight: Tensor
+
+    @property
+    def input_size(self) -> int:
+        return self.in_features
+
+    @property
+    def output_size(self) -> int:
+        return self.out_features
+
+    @property
+    def stride(self) -> int:
+        """How many projections are fused along the cut features."""
+        return len(self.shard_specs["weight"].blocks)
+
+    @property
+    def output_size_per_partition(self) -> int:
+        return self._local(0)
+
+    @property
+    def input_size_per_partition(self) -> int:
+        return self._local(1)
 
     @classmethod
     def from_plain(cls, plain: nn.Module, **options: Any) -> Any:
@@ -122,7 +142,7 @@ class RowParallelLinear(BaseParallelLinear, layers.RowParallelLinear):
         return super()._matmul(x, weight, bias) if self.reduce_output else self.product(x, weight, None)
 
 
-class ParallelEmbedding(EmbeddingAttributes, layers.ParallelEmbedding):
+class ParallelEmbedding(PublishedAttributes, layers.ParallelEmbedding):
     """``tpcore.ParallelEmbedding`` with NeuronX Distributed's arguments, for ids of ``[batch, sequence]`` in models
     whose activations are ``[sequence, batch, hidden]``.
 
@@ -171,6 +191,25 @@ class ParallelEmbedding(EmbeddingAttributes, layers.ParallelEmbedding):
         super().__init__(num_embeddings, embedding_dim, padding_idx, max_norm, sequence_dim=tokens, **options)
         self.norm_type, self.collect_output, self.arg_init_method = norm_type, collect_output, init_method
 
+    @property
+    def num_embeddings_per_partition(self) -> int:
+        return self._local(0)
+
+    @property
+    def embedding_dim_per_partition(self) -> int:
+        return self._local(1)
+
+    @property
+    def start_index(self) -> int:
+        """The first row of the table that this rank holds."""
+        cut_rows = self.shard_specs["weight"].dim == 0
+        return self._tp_rank * self.num_embeddings_per_partition if cut_rows else 0
+
+    @property
+    def end_index(self) -> int:
+        """One past its last row, padding included."""
+        return self.start_index + self.num_embeddings_per_partition
+
     def forward(self, ids: Tensor) -> Tensor:
         sequence_first = self.sequence_dim == 0 and ids.ndim == 2
         return super().forward(ids.transpose(0, 1).contiguous() if sequence_first else ids)
@@ -184,9 +223,8 @@ def create_local_weight(
 
     Into ``out_weight`` if given. ValueError where tp shards of ``per_partition_size`` are not the whole.
     """
-    tp = current().comm("tp")
+    tp, rank = current().comm("tp"), current().coord("tp")
     spec = ShardSpec.strided(tuple(full_weight.shape), partition_dim, stride)
-    rank = tp.group.members(current().rank).index(current().rank)
     if per_partition_size * tp.size != full_weight.shape[partition_dim]:
         raise ValueError(
             f"create_local_weight: {tp.size} shards of {per_partition_size} are not dim {partition_dim} of "

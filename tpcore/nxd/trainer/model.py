@@ -135,15 +135,8 @@ class NxDModel(Wrapper):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
 
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        return self.original_module().named_buffers(*args, **kwargs)
-
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
         return self.original_module().named_children()
-
-    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        found: Iterator[tuple[str, nn.Module]] = self.original_module().named_modules(*args, **kwargs)
-        return found
 
 
 def initialize_parallel_model(

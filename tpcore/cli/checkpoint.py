@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ from rich.progress import Progress as Bar
 
 from ..checkpoint.storage.files import Progress
 from ..errors import CheckpointError
-from .console import bytes_of, table_of, tell, wide_console
+from .console import bytes_of, table_of, tell
 
 checkpoint = typer.Typer(
     help="Examine, check, combine and reshard checkpoints. DIR is of any form that can be read.",
@@ -119,8 +118,8 @@ def reshard(
 
     with _reporting(as_json) as progress:
         left = reshard_checkpoint(src, out, tp, strict=strict, **reading, progress=progress)
-    text = "\n".join((f"{out}: for tp={tp}", *(f"left out: {why}" for why in left)))
-    tell({"out": out, "tp": tp, "left_out": left}, text, as_json)
+    report = f"{out}: for tp={tp}", *(f"left out: {why}" for why in left)
+    tell({"out": out, "tp": tp, "left_out": left}, as_json, *report)
     before = set(padded_names(src, **reading))
     padded = [name for name in padded_names(out, **reading) if name not in before]
     if padded and not as_json:
@@ -151,17 +150,14 @@ def inspect_(src: Src, *, reading: dict[str, Any], as_json: bool) -> None:
     with _reporting(True):
         found = inspect_checkpoint(src, **reading)
     total = sum(row.bytes for row in found.rows)
-    if as_json:
-        tensors = [row._asdict() for row in found.rows]
-        typer.echo(json.dumps({**found._asdict(), "rows": tensors, "bytes": total}, indent=2))
-        return
     table = table_of("name", "shape", "dtype", "cut", "on each rank", "bytes", right=("bytes",))
     for row in found.rows:
         shape, local = ("x".join(map(str, dims)) or "scalar" for dims in (row.shape, row.local))
         table.add_row(row.name, shape, row.dtype, row.cut, local, f"{row.bytes:,}")
-    wide_console().print(table)
     stages = f", pp={found.pp}" if found.pp > 1 else ""
-    typer.echo(f"{found.form}, tp={found.tp}{stages}: {len(found.rows)} tensors, {total:,} bytes")
+    below = f"{found.form}, tp={found.tp}{stages}: {len(found.rows)} tensors, {total:,} bytes"
+    entries = {**found._asdict(), "rows": [row._asdict() for row in found.rows], "bytes": total}
+    tell(entries, as_json, table, below)
 
 
 @checkpoint.command()
@@ -178,18 +174,15 @@ def diff(
 
     with _reporting(as_json) as progress:
         found = list(diff_checkpoint(a, b, **reading, progress=progress))
-    if as_json or not found:
-        rows = [  # with text in place of infinity and NaN, which JSON lacks
-            {k: str(v) if isinstance(v, float) and v - v != 0 else v for k, v in d._asdict().items()} for d in found
-        ]
-        tell(rows, "the same", as_json)
-    else:
-        table = table_of("name", "difference", "max absolute", "max relative")
-        for d in found:
-            kind = d.why is not None and not d.absolute
-            amounts = ("", "") if kind else (f"{d.absolute:.3g}", f"{d.relative:.3g}")
-            table.add_row(d.name, d.why or "values", *amounts)
-        wide_console().print(table)
+    rows = [  # with text in place of infinity and NaN, which JSON lacks
+        {k: str(v) if isinstance(v, float) and v - v != 0 else v for k, v in d._asdict().items()} for d in found
+    ]
+    table = table_of("name", "difference", "max absolute", "max relative")
+    for d in found:
+        kind = d.why is not None and not d.absolute
+        amounts = ("", "") if kind else (f"{d.absolute:.3g}", f"{d.relative:.3g}")
+        table.add_row(d.name, d.why or "values", *amounts)
+    tell(rows, as_json, table if found else "the same")
     raise typer.Exit(1 if found else 0)
 
 
@@ -201,7 +194,7 @@ def verify(src: Src, *, reading: dict[str, Any], as_json: bool) -> None:
 
     with _reporting(as_json) as progress:
         wrong = verify_checkpoint(src, **reading, progress=progress)
-    tell({"path": src, "problems": wrong}, "\n".join(wrong) or f"{src}: complete and undamaged", as_json)
+    tell({"path": src, "problems": wrong}, as_json, *(wrong or [f"{src}: complete and undamaged"]))
     raise typer.Exit(1 if wrong else 0)
 
 
@@ -234,4 +227,4 @@ def _named_by(config: str, adapter: str) -> dict[str, Any]:
 
 def _wrote(out: str, names: list[str], as_json: bool) -> None:
     paths = (str(Path(out) / name) if Path(out).is_dir() else out for name in names)
-    tell({"out": out, "files": names}, "\n".join(paths), as_json)
+    tell({"out": out, "files": names}, as_json, *paths)

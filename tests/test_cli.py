@@ -25,10 +25,6 @@ def invoke(*args: str) -> str:
     return result.output
 
 
-def listed() -> dict[str, dict[str, object]]:
-    return {row["name"]: row for row in json.loads(invoke("backends", "--json"))}
-
-
 def run(*command: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, check=False, capture_output=True, text=True, env={**os.environ, **env}, timeout=60)
 
@@ -49,7 +45,7 @@ def test_backends_table_says_where_from_usable_and_why_not():
 
 
 def test_backends_json_is_the_listing_of_the_library():
-    rows = listed()
+    rows = {row["name"]: row for row in json.loads(invoke("backends", "--json"))}
     assert rows.keys() == {info.name for info in tpcore.backend.backends()}
     assert rows["cpu_gloo"] == {
         "name": "cpu_gloo",

@@ -21,10 +21,10 @@ from tpcore.diagnose.summary import save_pictures
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_machine_is_the_same_after_its_file(name: str, tmp_path: Path) -> None:
-    path, machine = tmp_path / "machine.json", find(name, hosts=3)
+    path, machine = tmp_path / "machine.json", replace(find(name), hosts=3)
     machine.write(path)
-    assert find(str(path), hosts=3) == machine
-    assert Machine.read(path).devices == 3 * machine.per_host
+    assert find(str(path)) == machine == Machine.read(path)
+    assert machine.devices == 3 * machine.per_host
     measured = {"per_host", "memory", "flops", "memory_bandwidth", "overhead", "inside", "between"}
     assert set(machine.source) == measured  # each figure has a source
 
@@ -167,18 +167,14 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("curves", [None, {"Llama 3 8B": {8: 1e5, 64: 7e5, 4096: 3e7}}])
-def test_plans_are_drawn(curves: dict[str, dict[int, float]] | None, tmp_path: Path) -> None:
+def test_plans_are_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     rows = [*ROWS[:3], {**ROWS[3], "seconds": {"compute": 0.1, "collectives": 0.2}}, *ROWS[4:]]
-    save_pictures(rows, tmp_path / "plan.svg", title="a title", limit=16e9, curves=curves)
+    save_pictures(rows, tmp_path / "plan.svg", title="a title", limit=16e9, curves={"Llama 3 8B": {8: 1e5, 64: 7e5}})
     drawn = (tmp_path / "plan.svg").read_text()
-    labels = ("a title", "dp=10 tp=2", "parameters", "activations", "collectives")
+    labels = ("a title", "dp=10 tp=2", "parameters", "activations", "collectives", "Llama 3 8B")
     assert all(f"<!-- {label} -->" in drawn for label in labels)
     assert "<!-- dp=11 tp=2 -->" not in drawn  # the best ten
-    assert ("<!-- Llama 3 8B -->" in drawn) == (curves is not None)
-    with pytest.raises(ValueError, match="no mesh fits"):
-        save_pictures([], tmp_path / "plan.png")
 
 
 # -- what others published ------------------------------------------------------------------------------

@@ -54,14 +54,13 @@ class PartCosts:
 class Meter(TorchDispatchMode):
     """Meters the operators inside ``on``. ``layers``: names of modules, each of which is a region of its own."""
 
-    def __init__(self, layers: Sequence[str], results: dict[Any, _Result] | None = None) -> None:
+    def __init__(self, layers: Sequence[str], results: dict[Any, _Result]) -> None:
         """``results``: of the meters before, of whose operators many are alike."""
         super().__init__()
         self.parts: dict[tuple[str, str], PartCosts] = {}
         """By phase and region."""
         self._at, self._part = ("", ""), PartCosts()  # where the step is
-        self._results = {} if results is None else results
-        self._layers = tuple(layers)
+        self._results, self._layers = results, tuple(layers)
         self.shares: Mapping[str, float] = {}
         """By the name of a layer of experts, the part of its grouped matmuls' rows that is computed."""
         self._held = 0.0

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import forked
 import pytest
 from installed import installed
 from typer.testing import CliRunner
@@ -84,12 +83,6 @@ def test_the_installed_script_and_the_module_print_the_same(tmp_path):
     assert a.stdout == b.stdout
     assert "no_such_module_anywhere" in a.stdout
     assert "cpu_gloo" in a.stdout
-
-
-def test_an_unknown_command_is_an_error_that_names_it():
-    done = forked.run(["tpcore", "bakends"], Path.cwd())
-    assert done.returncode == 2
-    assert "bakends" in done.stderr
 
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])

@@ -286,14 +286,11 @@ OTHER: dict[str, tuple[Callable[[ParallelContext], None], str]] = {
 
 
 @pytest.mark.parametrize("name", OTHER)
-def test_ranks_of_one_group_with_other_data_are_named(name: str) -> None:
+@each_rank(dp=2, tp=2)
+def test_ranks_of_one_group_with_other_data_are_named(ctx: ParallelContext, name: str) -> None:
     spoil, says = OTHER[name]
-
-    def run(ctx: ParallelContext) -> None:
-        ctx, first = replace(ctx, checks=raising()), 2 * ctx.coord("dp")
-        with use(ctx):
-            spoil(ctx)
-            with pytest.raises(ValueError, match=says.format(first, first + 1)):
-                tpcore.optimizer_step(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1))
-
-    run_ranks(Mesh({"dp": 2, "tp": 2}), run)
+    ctx, first = replace(ctx, checks=raising()), 2 * ctx.coord("dp")
+    with use(ctx):
+        spoil(ctx)
+        with pytest.raises(ValueError, match=says.format(first, first + 1)):
+            tpcore.optimizer_step(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,6 +49,13 @@ GPT2 = {
 def llama(**options: Any) -> nn.Module:
     config = {**TINY, "num_key_value_heads": 2, **options}
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**config))
+
+
+def folder(where: Path, architecture: str, **config: Any) -> str:
+    """The directory with the ``config.json`` of a class of transformers."""
+    kind = getattr(transformers, architecture).config_class.model_type
+    (where / "config.json").write_text(json.dumps({"model_type": kind, "architectures": [architecture], **config}))
+    return str(where)
 
 
 def text(vocab: int = 99, length: int = 8) -> dict[str, Tensor]:

@@ -9,12 +9,12 @@ import pytest
 import torch
 from nets import Heads, Net, cut_net, ids_of, loss_of, plain_net
 from torch import nn
+from worlds import each_rank
 
 import tpcore
-from tpcore import Mesh, ParallelContext, Zero1
-from tpcore.testing import run_ranks
+from tpcore import ParallelContext, Zero1
+from tpcore.diagnose import check_replicas
 
-MESH = Mesh({"dp": 2, "tp": 2})
 Found = tuple[nn.Module, Any, Any]
 """What ``check_replicas`` takes: a model, an optimizer, a batch."""
 
@@ -28,26 +28,21 @@ def adamw(parameters: Any, zero: bool) -> Any:
 
 
 @pytest.mark.parametrize("zero", [False, True])
-def test_ranks_that_agree(zero: bool) -> None:
-    full = plain_net().state_dict()
-
-    def rank(ctx: ParallelContext) -> None:
-        net = cut_net(full, ctx)
-        optimizer = adamw(net.named_parameters(), zero)
-        tpcore.diagnose.check_replicas(net, optimizer)
-        for step in range(2):
-            backward(ctx, net, step)
-            tpcore.diagnose.check_replicas(net)
-            tpcore.optimizer_step(optimizer, max_norm=1.0)
-            tpcore.diagnose.check_replicas(net, optimizer)
-            optimizer.zero_grad()
-        sparse = cut_net(plain_net(sparse=True).state_dict(), ctx, sparse=True)
-        backward(ctx, sparse)
-        tpcore.diagnose.check_replicas(sparse)
-        batch = {"ids": ids_of(ctx.coord("dp")), "weights": [torch.ones(3), 2]}
-        tpcore.diagnose.check_replicas(net, batch=batch)
-
-    run_ranks(MESH, rank)
+@each_rank(dp=2, tp=2)
+def test_ranks_that_agree(ctx: ParallelContext, zero: bool) -> None:
+    net = cut_net(plain_net().state_dict(), ctx)
+    optimizer = adamw(net.named_parameters(), zero)
+    check_replicas(net, optimizer)
+    for step in range(2):
+        backward(ctx, net, step)
+        check_replicas(net)
+        tpcore.optimizer_step(optimizer, max_norm=1.0)
+        check_replicas(net, optimizer)
+        optimizer.zero_grad()
+    sparse = cut_net(plain_net(sparse=True).state_dict(), ctx, sparse=True)
+    backward(ctx, sparse)
+    check_replicas(sparse)
+    check_replicas(net, batch={"ids": ids_of(ctx.coord("dp")), "weights": [torch.ones(3), 2]})
 
 
 def _seed(ctx: ParallelContext, net: Net) -> Found:
@@ -108,7 +103,7 @@ def _option(zero: bool) -> Callable[[ParallelContext, Net], Found]:
 
     def change(ctx: ParallelContext, net: Net) -> Found:
         optimizer = adamw([{"params": [p]} for p in net.parameters()], zero)
-        tpcore.diagnose.check_replicas(net, optimizer)
+        check_replicas(net, optimizer)
         if ctx.rank == 0:
             optimizer.param_groups[1]["lr"] = torch.tensor(1e-5)
         return net, optimizer, None
@@ -120,7 +115,7 @@ def _batch(ctx: ParallelContext, net: Net) -> Found:
     """The gradients of a model that is cut everywhere are the same all the same, and wrong."""
     wrong = ids_of(ctx.rank)
     loss_of(net, wrong).backward()
-    tpcore.diagnose.check_replicas(net)
+    check_replicas(net)
     return net, None, (torch.ones(2), wrong)
 
 
@@ -143,25 +138,19 @@ WRONG: dict[str, tuple[Callable[[ParallelContext, Net], Found], str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_the_first_that_differs_is_named_on_every_rank(case: str) -> None:
+@each_rank(dp=2, tp=2)
+def test_the_first_that_differs_is_named_on_every_rank(ctx: ParallelContext, case: str) -> None:
     change, match = WRONG[case]
-    full = plain_net().state_dict()
-
-    def rank(ctx: ParallelContext) -> None:
-        net, optimizer, batch = change(ctx, cut_net(full, ctx))
-        with pytest.raises(ValueError, match=f"(?s){match}"):
-            tpcore.diagnose.check_replicas(net, optimizer, batch=batch)
-
-    run_ranks(MESH, rank)
+    net, optimizer, batch = change(ctx, cut_net(plain_net().state_dict(), ctx))
+    with pytest.raises(ValueError, match=f"(?s){match}"):
+        check_replicas(net, optimizer, batch=batch)
 
 
-def test_key_heads_that_several_ranks_hold() -> None:
-    def rank(ctx: ParallelContext) -> None:
-        heads = Heads()
-        tpcore.diagnose.check_replicas(heads)
-        if ctx.rank == 1:
-            heads.weight.data[-1, 0] += 1
-        with pytest.raises(ValueError, match=r"'weight' differs between rank 0 \(tp 0\) and rank 1 \(tp 1\)"):
-            tpcore.diagnose.check_replicas(heads)
-
-    run_ranks(Mesh({"dp": 1, "tp": 4}), rank)
+@each_rank(dp=1, tp=4)
+def test_key_heads_that_several_ranks_hold(ctx: ParallelContext) -> None:
+    heads = Heads()
+    check_replicas(heads)
+    if ctx.rank == 1:
+        heads.weight.data[-1, 0] += 1
+    with pytest.raises(ValueError, match=r"'weight' differs between rank 0 \(tp 0\) and rank 1 \(tp 1\)"):
+        check_replicas(heads)

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import forked
 import pytest
 from installed import installed
 from typer.testing import CliRunner
@@ -23,10 +22,6 @@ def invoke(*args: str) -> str:
     result = CliRunner().invoke(app, args, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.output
-
-
-def listed() -> dict[str, dict[str, object]]:
-    return {row["name"]: row for row in json.loads(invoke("backends", "--json"))}
 
 
 def run(*command: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -49,7 +44,7 @@ def test_backends_table_says_where_from_usable_and_why_not():
 
 
 def test_backends_json_is_the_listing_of_the_library():
-    rows = listed()
+    rows = {row["name"]: row for row in json.loads(invoke("backends", "--json"))}
     assert rows.keys() == {info.name for info in tpcore.backend.backends()}
     assert rows["cpu_gloo"] == {
         "name": "cpu_gloo",
@@ -88,12 +83,6 @@ def test_the_installed_script_and_the_module_print_the_same(tmp_path):
     assert a.stdout == b.stdout
     assert "no_such_module_anywhere" in a.stdout
     assert "cpu_gloo" in a.stdout
-
-
-def test_an_unknown_command_is_an_error_that_names_it():
-    done = forked.run(["tpcore", "bakends"], Path.cwd())
-    assert done.returncode == 2
-    assert "bakends" in done.stderr
 
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])

@@ -9,11 +9,10 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from worlds import each_rank
 
 import tpcore
-from tpcore import Mesh
-from tpcore.runtime.context import ParallelContext
-from tpcore.testing import compare, run_ranks
+from tpcore.testing import compare
 
 pytest_plugins = ["pytester"]
 
@@ -50,24 +49,23 @@ def both(make: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module, Tensor]:
 
 @pytest.mark.parametrize("tp", [1, 2, 4])  # 4 pads
 @pytest.mark.parametrize("loss", [None, lambda y: y.square().mean()], ids=["", "loss"])
-def test_a_right_model_is_equal(tp, loss):
-    run_ranks(Mesh({"tp": tp}), lambda ctx: compare(*both(Sharded), loss=loss))
+@each_rank(tp="tp")
+def test_a_right_model_is_equal(ctx, tp, loss):
+    compare(*both(Sharded), loss=loss)
 
 
-def test_names_dicts_and_outputs_with_a_loss():
-    class WithLoss(dict):
-        loss = property(lambda self: self["loss"])
+class WithLoss(dict):
+    loss = property(lambda self: self["loss"])
 
-    def rank(ctx: ParallelContext) -> None:
-        model, whole, x = both(lambda: renamed("other"))
-        for one in (model, whole):
-            one.register_forward_hook(lambda _, __, y: WithLoss(loss=y.square().sum(), y=[y]))
-        names = {"other.weight": "up.weight", "other.bias": "up.bias"}
-        compare(model, whole, {"x": x.detach()}, names=names)
-        assert x.grad is None
-        assert whole.up.weight.grad is not None
 
-    run_ranks(Mesh({"tp": 2}), rank)
+@each_rank(tp=2)
+def test_names_dicts_and_outputs_with_a_loss(ctx):
+    model, whole, x = both(lambda: renamed("other"))
+    for one in (model, whole):
+        one.register_forward_hook(lambda _, __, y: WithLoss(loss=y.square().sum(), y=[y]))
+    compare(model, whole, {"x": x.detach()}, names={"other.weight": "up.weight", "other.bias": "up.bias"})
+    assert x.grad is None
+    assert whole.up.weight.grad is not None
 
 
 def changed_on_rank_1() -> Sharded:
@@ -114,13 +112,10 @@ def frozen() -> Sharded:
         (frozen, r"the gradient of 'up\.bias' differs: only its twin has one"),
     ],
 )
-def test_a_wrong_model_is_named_on_every_rank(make, says):
-    def rank(ctx: ParallelContext) -> int:
-        with pytest.raises((AssertionError, ValueError), match=says):
-            compare(*both(make))
-        return ctx.rank
-
-    assert run_ranks(Mesh({"tp": 2}), rank) == [0, 1]
+@each_rank(tp=2)
+def test_a_wrong_model_is_named_on_every_rank(ctx, make, says):
+    with pytest.raises((AssertionError, ValueError), match=says):
+        compare(*both(make))
 
 
 TESTS = """

@@ -53,6 +53,13 @@ class Snippet:
     left_out: bool
     fails: bool
 
+    @property
+    def commands(self) -> list[list[str]]:
+        """The command lines of a bash block, with their leading assignments put through ``env``."""
+        lines = self.code.replace("\\\n", " ").splitlines() if self.language == "bash" else []
+        found = [words for line in lines if (words := shlex.split(line, comments=True))]
+        return [["env", *words] if "=" in words[0] else words for words in found]
+
 
 def snippets(page: Path) -> Iterator[Snippet]:
     lines = page.read_text().splitlines()
@@ -77,16 +84,6 @@ def snippets(page: Path) -> Iterator[Snippet]:
         at = end + 1
 
 
-def commands(code: str) -> Iterator[list[str]]:
-    """The command lines of a bash block, with their leading assignments put through ``env``."""
-    for line in code.replace("\\\n", " ").splitlines():
-        words = shlex.split(line, comments=True)
-        if words and "=" in words[0]:
-            words.insert(0, "env")
-        if words:
-            yield words
-
-
 def program(words: list[str]) -> str:
     return next(w for w in words if w != "env" and "=" not in w)
 
@@ -103,14 +100,13 @@ def run_page(page: Path, run: Callable[[list[str]], Done]) -> None:
             continue
         sys.stdout.write(f"{MARK}{snippet.line}\n")
         sys.stdout.flush()
-        if snippet.language == "bash":
-            for words in commands(snippet.code):
-                if program(words) in RUN:
-                    done = run(words)
-                    sys.stdout.write(done.stdout + done.stderr)
-                    if bool(done.returncode) != snippet.fails:
-                        sys.exit(f"{shlex.join(words)} ended with status {done.returncode}")
-        elif snippet.language == "python" and snippet.title:
+        for words in snippet.commands:
+            if program(words) in RUN:
+                done = run(words)
+                sys.stdout.write(done.stdout + done.stderr)
+                if bool(done.returncode) != snippet.fails:
+                    sys.exit(f"{shlex.join(words)} ended with status {done.returncode}")
+        if snippet.language == "python" and snippet.title:
             Path(snippet.title).write_text(snippet.code)
         elif snippet.language == "python":
             # moved down so that a traceback names the line of the page
@@ -194,7 +190,7 @@ def play(page: Path, directory: Path) -> str | None:
                 return f"{page.name}:{snippet.line} shows\n{snippet.code}but the snippet printed\n{last}"
         elif snippet.language in ("python", "bash"):
             last = outputs.get(snippet.line, "")
-            mixed = snippet.language == "bash" and any(program(w) == "torchrun" for w in commands(snippet.code))
+            mixed = any(program(words) == "torchrun" for words in snippet.commands)
     return None
 
 
@@ -229,15 +225,11 @@ def _pages() -> list[object]:
     out = []
     for page in PAGES:
         todo = [s for s in snippets(page) if s.language in ("python", "bash") and not s.left_out]
-        starts = any(STARTS.search(s.code) or program(w) in RUN for s in todo for w in _words(s))
+        starts = any(STARTS.search(s.code) or RUN & set(map(program, s.commands)) for s in todo)
         if todo:
             marks = [pytest.mark.slow, pytest.mark.processes] if starts else []
             out.append(pytest.param(page, id=str(page.relative_to(ROOT)), marks=marks))
     return out
-
-
-def _words(snippet: Snippet) -> list[list[str]]:
-    return list(commands(snippet.code)) if snippet.language == "bash" else [["_"]]
 
 
 @pytest.mark.parametrize("page", _pages())
@@ -251,7 +243,7 @@ def test_snippets_run(page: Path, tmp_path: Path) -> None:
 def test_no_snippet_escapes(page: Path) -> None:
     """Only known languages and commands, and a file that a page shows is run by one of its commands."""
     found = [s for s in snippets(page) if not s.left_out]
-    ran = [word for s in found if s.language == "bash" for words in commands(s.code) for word in words]
+    ran = [word for s in found for words in s.commands for word in words]
     for snippet in found:
         where = f"{page.name}:{snippet.line}"
         assert snippet.language in {"python", "bash"} | SHOWN, f"{where}: language {snippet.language!r}"
@@ -259,10 +251,9 @@ def test_no_snippet_escapes(page: Path) -> None:
             assert any(word.partition(":")[0] == snippet.title for word in ran), (
                 f"{where}: no command runs {snippet.title}"
             )
-        if snippet.language == "bash":
-            for words in commands(snippet.code):
-                assert program(words) in RUN | CHECKED, f"{where}: {words} would not be run"
-                check_names(words, where)
+        for words in snippet.commands:
+            assert program(words) in RUN | CHECKED, f"{where}: {words} would not be run"
+            check_names(words, where)
 
 
 def check_names(words: list[str], where: str) -> None:
@@ -298,24 +289,19 @@ def test_what_is_shown_is_found_in_what_was_printed(shown: str, printed: str, mi
     assert shown_in(shown, printed, mixed=mixed) is found
 
 
-def test_environment_page_is_that_of_the_code() -> None:
-    """Every ``Variable`` of ``tpcore.settings`` and of the backends, by who sets it, in the order of the code."""
+def test_environment_page_has_every_variable() -> None:
+    """Each ``Variable`` of ``tpcore.settings`` and of the backends once, and no other."""
     from tpcore.settings import Variable  # here: a page's process is spared it
 
-    lines: dict[str, list[str]] = {"you": [], "launcher": [], "tpcore": []}
-    for module in (
-        "tpcore.settings",
-        "tpcore_cpu_gloo.backend",
-        "tpcore_cuda",
-        "tpcore_cuda.backend",
-        "tpcore_neuron.settings",
-    ):
-        for v in vars(importlib.import_module(module)).values():
-            if isinstance(v, Variable):
-                lines[v.set_by].append(f"- `{v.name}` ({v.values}): {v.meaning}")
+    modules = ("tpcore.settings", "tpcore_cpu_gloo.backend", "tpcore_cuda", "tpcore_cuda.backend")
+    named = {
+        v.name
+        for module in (*modules, "tpcore_neuron.settings")
+        for v in vars(importlib.import_module(module)).values()
+        if isinstance(v, Variable)
+    }
     page = (ROOT / "docs/environment.md").read_text()
-    shown = [line for line in page.splitlines() if line.startswith("- ")]
-    assert shown == [line for of_one in lines.values() for line in of_one], "docs/environment.md"
+    assert sorted(re.findall(r"^- `(\w+)` \(.+\): \S", page, re.MULTILINE)) == sorted(named)
 
 
 def test_the_page_on_backends_names_all_that_a_plugin_may_write() -> None:

@@ -32,15 +32,10 @@ tpcore.init("cpu_gloo", tp=1)
 os.fsync = killed
 tpcore.checkpoint.save({"w": torch.ones(3)}, sys.argv[1])
 """
-CONSOLIDATE = """
-from tpcore.checkpoint.rewrite import consolidate
+REWRITE = """
+from tpcore.checkpoint import rewrite
 os.fsync = killed
-consolidate(sys.argv[1], sys.argv[2])
-"""
-CONVERT = """
-from tpcore.checkpoint.rewrite import convert
-os.fsync = killed
-convert(sys.argv[1], sys.argv[2])
+rewrite.{}(sys.argv[1], sys.argv[2])
 """
 OWNS = """
 from tpcore.checkpoint.storage.publish import OwnedDirectory
@@ -107,14 +102,13 @@ def test_the_instant_between_two_renames_of_another_number(home: Path) -> None:
 def test_a_command_again_removes_what_it_left(home: Path, tmp_path: Path) -> None:
     one(tmp_path / "c", 1)
     torch.save({"w": torch.ones(3)}, tmp_path / "whole.pt")
-    for program, source, out in (
-        (CONSOLIDATE, tmp_path / "c", home / "whole"),
-        (CONVERT, tmp_path / "whole.pt", home / "whole.safetensors"),
+    for command, source, out in (
+        (consolidate, tmp_path / "c", home / "whole"),
+        (convert, tmp_path / "whole.pt", home / "whole.safetensors"),
     ):
-        die(tmp_path, program, source, out)
+        die(tmp_path, REWRITE.format(command.__name__), source, out)
         assert any(name.startswith(f".{out.name}.writing-") for name in os.listdir(home))
-    consolidate(tmp_path / "c", home / "whole")
-    convert(tmp_path / "whole.pt", home / "whole.safetensors")
+        command(source, out)
     assert sorted(os.listdir(home)) == ["whole", "whole.safetensors"]
 
 

@@ -41,18 +41,8 @@ def test_the_loss_of_a_padded_head_knows_the_padding(ctx: ParallelContext, vocab
     )
 
 
-@each_rank(tp=4)
-def test_padding_that_an_operation_hides_is_refused_unless_the_size_is_given(ctx: ParallelContext) -> None:
-    plain, x, target = _head(10)
-    head = tpcore.ColumnParallelLinear.from_plain(plain, gather_output=False, pad=True)
-    logits = head(x) / 2.0
-    with pytest.raises(ValueError, match=r"a layer with pad=True makes 3 features .* pass vocab_size="):
-        tpcore.parallel_cross_entropy(logits, target)
-    loss = tpcore.parallel_cross_entropy(logits, target, vocab_size=10).mean()
-    torch.testing.assert_close(loss, F.cross_entropy(plain(x) / 2.0, target))
-
-
 HIDING: dict[str, Callable[[Tensor], Tensor]] = {
+    "scaled": lambda z: z / 2.0,
     "added": lambda z: z + 0.1,
     "masked": lambda z: z.masked_fill(torch.arange(z.shape[-1]) == 0, -1e4),
     "cast": lambda z: z.float(),
@@ -63,8 +53,10 @@ HIDING: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("how", HIDING)
 @pytest.mark.parametrize("tied", [False, True])
 @each_rank(tp=4)
-def test_padding_that_no_value_shows_is_refused_too(ctx: ParallelContext, how: str, tied: bool) -> None:
-    """Columns of padding that are not zero any more, after a head and after the table of an embedding."""
+def test_padding_that_an_operation_hides_is_refused_unless_the_size_is_given(
+    ctx: ParallelContext, how: str, tied: bool
+) -> None:
+    """After a head and after the table of an embedding; columns of padding that are not zero any more too."""
     plain, x, target = _head(10, bias=False)
     head = tpcore.ColumnParallelLinear.from_plain(plain, gather_output=False, pad=True)
     if tied:
@@ -73,7 +65,7 @@ def test_padding_that_no_value_shows_is_refused_too(ctx: ParallelContext, how: s
     logits = HIDING[how](F.linear(x, table.weight) if tied else head(x))
     with pytest.raises(ValueError, match=r"layer with pad=True makes 3 features on each of 4 .* vocab_size="):
         tpcore.parallel_cross_entropy(logits, target)
-    want = F.cross_entropy(HIDING[how](plain(x)), target) if how in ("cast", "put together") else None
+    want = F.cross_entropy(HIDING[how](plain(x)), target) if how in ("scaled", "cast", "put together") else None
     loss = tpcore.parallel_cross_entropy(logits, target, vocab_size=10).mean()
     if want is not None:
         torch.testing.assert_close(loss, want)
@@ -110,46 +102,43 @@ class Model(nn.Module):
         return self.loss(logits.flatten(0, 1), target.flatten()).mean()
 
 
-def _cut_cross_entropy(model: Model) -> None:
-    model.loss = F.cross_entropy
+def _softmax(logits: Tensor, target: Tensor) -> Tensor:
+    return logits.softmax(-1)[..., 0]
 
 
-def _softmax(model: Model) -> None:
-    model.loss = lambda logits, target: logits.softmax(-1)[..., 0]
-
-
-def _plain_norm(model: Model) -> None:
-    model.norm = nn.RMSNorm(8)
-
-
-MISTAKES = {
-    "F.cross_entropy": (_cut_cross_entropy, False, "cross_entropy sees only 6 of 12 features.* use tpcore.parallel"),
-    "softmax": (_softmax, False, "softmax sees only 6 of 12 features.*gather them"),
-    "nn.RMSNorm": (_plain_norm, True, r"rms_norm with a parameter of shape \(8,\) sees 2 of 4 tokens.*tpcore.RMSNorm"),
+CUT = "cross_entropy sees only 6 of 12 features.* use tpcore.parallel"
+NORM = r"rms_norm with a parameter of shape \(8,\) sees 2 of 4 tokens.*tpcore.RMSNorm"
+MISTAKES: dict[str, tuple[str, Callable[[], object], str]] = {
+    "F.cross_entropy": (
+        "loss",
+        lambda: F.cross_entropy,
+        "cross_entropy sees only 6 of 12 features.* use tpcore.parall",
+    ),
+    "softmax": ("loss", lambda: _softmax, "softmax sees only 6 of 12 features.*gather them"),
+    "nn.RMSNorm": ("norm", lambda: nn.RMSNorm(8), NORM),
 }
 GIVEN = torch.arange(8).view(2, 4) % 5, torch.arange(8).view(2, 4) % 3  # targets that each rank has
 
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_part_taken_for_the_whole_is_found(name: str) -> None:
-    spoil, tokens, says = MISTAKES[name]
+    part, wrong, says = MISTAKES[name]
 
     def build() -> tuple[nn.Module, tuple[Tensor, ...]]:
-        model = Model(tokens)
-        spoil(model)
+        model = Model(tokens=part == "norm")
+        setattr(model, part, wrong())
         return model, GIVEN
 
     (found,) = tpcore.explain(build, tp=2).mistakes
     assert re.search(says, found)
-    assert found.startswith("norm: " if tokens else "Model: ")
+    assert found.startswith("norm: " if part == "norm" else "Model: ")
 
-    def run(ctx: ParallelContext) -> None:
-        with use(replace(ctx, checks=raising())):
-            model, given = build()
-            with pytest.raises(ValueError, match=says):
-                model(*given)
+    def run() -> None:
+        model, given = build()
+        model(*given)
 
-    run_ranks(Mesh({"tp": 2}), run)
+    for said in _checked(run):
+        assert re.search(says, said)
 
 
 def _checked(fn: Callable[[], object]) -> list[str]:
@@ -243,7 +232,7 @@ def test_compiled_code_is_checked_uncompiled(monkeypatch: pytest.MonkeyPatch) ->
 
     def build() -> tuple[nn.Module, tuple[Tensor, ...]]:
         model = Model()
-        _softmax(model)
+        model.loss = _softmax
         model.compile(fullgraph=True)
         return model, GIVEN
 
@@ -297,14 +286,11 @@ OTHER: dict[str, tuple[Callable[[ParallelContext], None], str]] = {
 
 
 @pytest.mark.parametrize("name", OTHER)
-def test_ranks_of_one_group_with_other_data_are_named(name: str) -> None:
+@each_rank(dp=2, tp=2)
+def test_ranks_of_one_group_with_other_data_are_named(ctx: ParallelContext, name: str) -> None:
     spoil, says = OTHER[name]
-
-    def run(ctx: ParallelContext) -> None:
-        ctx, first = replace(ctx, checks=raising()), 2 * ctx.coord("dp")
-        with use(ctx):
-            spoil(ctx)
-            with pytest.raises(ValueError, match=says.format(first, first + 1)):
-                tpcore.optimizer_step(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1))
-
-    run_ranks(Mesh({"dp": 2, "tp": 2}), run)
+    ctx, first = replace(ctx, checks=raising()), 2 * ctx.coord("dp")
+    with use(ctx):
+        spoil(ctx)
+        with pytest.raises(ValueError, match=says.format(first, first + 1)):
+            tpcore.optimizer_step(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import hf
@@ -14,24 +15,30 @@ from torch import Tensor, nn
 from tpcore.models.source import argument_of_calls, asks_loss_function, says
 
 HIDDEN, WIDE = 32, 64
+Parts = dict[str, Callable[[], nn.Module | nn.Parameter]]
+ACT: Parts = {"act": nn.PReLU}
+SCALE: Parts = {"scale": lambda: nn.Parameter(torch.ones(1))}
+ROUTER: Parts = {"router": lambda: nn.Linear(HIDDEN, 1)}
 
 
 class Network(nn.Module):
-    """A feed-forward block in the place of Llama's, with something more in it."""
+    """A feed-forward block in the place of Llama's, with ``more`` in it."""
 
-    def __init__(self, **more: nn.Module | nn.Parameter) -> None:
+    more: Parts = {}
+
+    def __init__(self) -> None:
         super().__init__()
         self.gate_proj, self.down_proj = nn.Linear(HIDDEN, WIDE), nn.Linear(WIDE, HIDDEN)
-        for name, part in more.items():
-            setattr(self, name, part)
+        for name, make in self.more.items():
+            setattr(self, name, make())
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)))
 
 
 class Before(Network):
-    def __init__(self) -> None:
-        super().__init__(squeeze=nn.Linear(HIDDEN, 4), norm=nn.LayerNorm(4), widen=nn.Linear(4, HIDDEN))
+    more = {"squeeze": lambda: nn.Linear(HIDDEN, 4), "norm": lambda: nn.LayerNorm(4)}
+    more |= {"widen": lambda: nn.Linear(4, HIDDEN)}
 
     def forward(self, x: Tensor) -> Tensor:
         if self.norm is not None:
@@ -40,8 +47,7 @@ class Before(Network):
 
 
 class After(Network):
-    def __init__(self) -> None:
-        super().__init__(scale=nn.Parameter(torch.ones(1)), router=nn.Linear(HIDDEN, 1))
+    more = SCALE | ROUTER
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.gate_proj(x)
@@ -50,8 +56,7 @@ class After(Network):
 
 
 class Scaled(Network):
-    def __init__(self) -> None:
-        super().__init__(scale=nn.Parameter(torch.ones(1)))
+    more = SCALE
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(self.scale * self.gate_proj(x))
@@ -60,8 +65,7 @@ class Scaled(Network):
 class Gated(Network):
     """The gate sees whole inputs, but its gradient is of this rank's features."""
 
-    def __init__(self) -> None:
-        super().__init__(router=nn.Linear(HIDDEN, 1))
+    more = ROUTER
 
     def forward(self, x: Tensor) -> Tensor:
         gate = torch.sigmoid(self.router(x))
@@ -70,8 +74,7 @@ class Gated(Network):
 
 
 class Activated(Network):
-    def __init__(self) -> None:
-        super().__init__(act=nn.PReLU())
+    more = ACT
 
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(1):
@@ -87,16 +90,14 @@ def applied(module: nn.Module, x: Tensor) -> Tensor:
 class Normed(Network):
     """A norm of the features of all ranks, which no rank has alone."""
 
-    def __init__(self) -> None:
-        super().__init__(norm=nn.LayerNorm(WIDE))
+    more = {"norm": lambda: nn.LayerNorm(WIDE)}
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(self.norm(self.gate_proj(x)))
 
 
 class Passed(Network):
-    def __init__(self) -> None:
-        super().__init__(act=nn.PReLU())
+    more = ACT
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(applied(self.act, self.gate_proj(x)))
@@ -105,8 +106,7 @@ class Passed(Network):
 class Hidden(Network):
     """Its projections are in other methods."""
 
-    def __init__(self) -> None:
-        super().__init__(act=nn.PReLU())
+    more = ACT
 
     def up(self, x: Tensor) -> Tensor:
         return self.gate_proj(x)
@@ -116,8 +116,7 @@ class Hidden(Network):
 
 
 class Stored(Network):
-    def __init__(self) -> None:
-        super().__init__(act=nn.PReLU())
+    more = ACT
 
     def forward(self, x: Tensor) -> Tensor:
         parts: list[Tensor] = []
@@ -126,8 +125,7 @@ class Stored(Network):
 
 
 class Twice(Network):
-    def __init__(self) -> None:
-        super().__init__(act=nn.PReLU())
+    more = ACT
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(self.act(self.gate_proj(self.act(x))))
@@ -143,9 +141,9 @@ def with_network(kind: type[Network]) -> Any:
 class Latent(Network):
     """Its norm is as wide as a head would be, and its input came through torch after sharded features did."""
 
-    def __init__(self) -> None:
-        super().__init__(norm=nn.LayerNorm(4), squeeze=nn.Linear(HIDDEN, 6), up_proj=nn.Linear(4, WIDE))
-        self.head_dim = 4
+    more = {"norm": lambda: nn.LayerNorm(4), "squeeze": lambda: nn.Linear(HIDDEN, 6)}
+    more |= {"up_proj": lambda: nn.Linear(4, WIDE)}
+    head_dim = 4
 
     def forward(self, x: Tensor) -> Tensor:
         gate = torch.sigmoid(self.gate_proj(x))

@@ -8,31 +8,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
 from benchmarks.plan_published import RUNS, Run
 from tpcore.diagnose.plan.calibrate import AllReduce, calibrate, fit
 from tpcore.diagnose.plan.machine import LINK_EFFICIENCY, MATMUL_EFFICIENCY, PUBLISHED, Machine, find
-from tpcore.diagnose.plan.simulate import (
-    JobModel,
-    daly,
-    expected_maximum,
-    forecast,
-    goodput,
-    goodput_formula,
-    straggling,
-    young,
-)
+from tpcore.diagnose.plan.simulate import JobModel, daly, forecast, goodput, goodput_formula, straggling, young
 from tpcore.diagnose.summary import save_pictures
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_machine_is_the_same_after_its_file(name: str, tmp_path: Path) -> None:
-    path, machine = tmp_path / "machine.json", find(name, hosts=3)
+    path, machine = tmp_path / "machine.json", replace(find(name), hosts=3)
     machine.write(path)
-    assert find(str(path), hosts=3) == machine
-    assert Machine.read(path).devices == 3 * machine.per_host
+    assert find(str(path)) == machine == Machine.read(path)
+    assert machine.devices == 3 * machine.per_host
     measured = {"per_host", "memory", "flops", "memory_bandwidth", "overhead", "inside", "between"}
     assert set(machine.source) == measured  # each figure has a source
 
@@ -136,7 +128,7 @@ def test_the_best_simulated_interval_is_near_dalys(job: JobModel) -> None:
     found = forecast(job, runs=1000, seed=2)
     # at its optimum goodput is flat: 30 % beside it costs less than 1 % of the overhead there
     assert found.best == pytest.approx(found.daly, rel=0.3)
-    assert found.goodput == pytest.approx(goodput_formula(job, found.daly) / found.straggling_formula, rel=0.02)
+    assert found.goodput == pytest.approx(goodput_formula(job, found.daly) / found.straggling, rel=0.02)
     assert found.lines()[0].startswith("Simulation, not a measurement")
     assert found.to_json()["simulation"] is True
 
@@ -149,9 +141,10 @@ def test_dalys_interval_is_youngs_where_checkpoints_are_cheap_and_the_mean_where
 
 @pytest.mark.parametrize("devices", [1, 100, 10_000])
 def test_the_slowest_of_many_devices(devices: int) -> None:
-    job = JobModel(devices, YEAR, 1, 1, jitter=0.05)
+    job, draw = JobModel(devices, YEAR, 1, 1, jitter=0.05), np.random.default_rng(0)
+    worst = [draw.standard_normal(devices).max() for _ in range(200)]
     # 200 maxima, each with a deviation of at most the jitter: four standard errors
-    assert straggling(job) == pytest.approx(expected_maximum(job), abs=4 * 0.06 / 200**0.5)
+    assert straggling(job) == pytest.approx(np.exp(job.jitter * np.array(worst)).mean(), abs=4 * 0.06 / 200**0.5)
 
 
 @pytest.mark.parametrize(("field", "value"), [("mtbf", 0.0), ("save", -1.0), ("jitter", float("nan")), ("devices", 0)])
@@ -174,18 +167,14 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("curves", [None, {"Llama 3 8B": {8: 1e5, 64: 7e5, 4096: 3e7}}])
-def test_plans_are_drawn(curves: dict[str, dict[int, float]] | None, tmp_path: Path) -> None:
+def test_plans_are_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     rows = [*ROWS[:3], {**ROWS[3], "seconds": {"compute": 0.1, "collectives": 0.2}}, *ROWS[4:]]
-    save_pictures(rows, tmp_path / "plan.svg", title="a title", limit=16e9, curves=curves)
+    save_pictures(rows, tmp_path / "plan.svg", title="a title", limit=16e9, curves={"Llama 3 8B": {8: 1e5, 64: 7e5}})
     drawn = (tmp_path / "plan.svg").read_text()
-    labels = ("a title", "dp=10 tp=2", "parameters", "activations", "collectives")
+    labels = ("a title", "dp=10 tp=2", "parameters", "activations", "collectives", "Llama 3 8B")
     assert all(f"<!-- {label} -->" in drawn for label in labels)
     assert "<!-- dp=11 tp=2 -->" not in drawn  # the best ten
-    assert ("<!-- Llama 3 8B -->" in drawn) == (curves is not None)
-    with pytest.raises(ValueError, match="no mesh fits"):
-        save_pictures([], tmp_path / "plan.png")
 
 
 # -- what others published ------------------------------------------------------------------------------

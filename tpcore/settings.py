@@ -1,5 +1,5 @@
 """The environment variables that tpcore reads, beside those that backends declare. No other module touches the
-environment; ``docs/environment.md`` lists every variable."""
+environment; ``docs/environment.md`` says of every variable what it means, its values, and who sets it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Generic, Literal, TypeVar
+from typing import Generic, TypeVar
 
 __version__ = "0.1.0"
 
 T = TypeVar("T")
-SetBy = Literal["you", "launcher", "tpcore"]
 
 
 @dataclass(frozen=True)
@@ -23,9 +22,6 @@ class Variable(Generic[T]):
     parse: Callable[[str], T]
     """Raises a ValueError whose text is what the value must be: "a whole number"."""
     default: T
-    values: str
-    meaning: str
-    set_by: SetBy = "you"
 
     def text(self) -> str:
         """The value as it stands in the environment; empty if unset."""
@@ -72,69 +68,34 @@ def one_of(values: Mapping[str, T]) -> Callable[[str], T]:
     return parse
 
 
-def _text(name: str, values: str, meaning: str, set_by: SetBy = "launcher") -> Variable[str]:
-    return Variable(name, str, "", values, meaning, set_by)
-
-
-def _count(name: str, meaning: str, default: int = 1, values: str = "a number") -> Variable[int]:
-    return Variable(name, whole, default, values, meaning, "launcher")
-
-
 # -- what a person sets -------------------------------------------------------------------------------------
-BACKEND = _text(
-    "TPCORE_BACKEND",
-    "a backend's name",
-    "The backend for `init(backend=None)`. Default: `neuron` or `cuda` where it can run, else `cpu_gloo`.",
-    "you",
-)
-_WAITS = "How long a collective waits for a rank that does not come."
-TIMEOUT = Variable("TPCORE_TIMEOUT", seconds, 120.0, "seconds, default `120`", _WAITS)
+BACKEND = Variable("TPCORE_BACKEND", str, "")
+TIMEOUT = Variable("TPCORE_TIMEOUT", seconds, 120.0)
 CHECK: Variable[str] = Variable(
-    "TPCORE_CHECK",
-    one_of({"1": "always", "always": "always", "0": "off", "off": "off", "warmup": "warmup"}),
-    "warmup",
-    "`warmup` (default), `1` or `always`, `0` or `off`",
-    "Which collectives ranks compare before these run: the first 512 of each group, all, or none. `always` also "
-    "finds parts used as wholes and tp ranks with different data; over torch_xla, reads of values inside a step. "
-    "See [When something goes wrong](debugging.md#checked-collectives).",
+    "TPCORE_CHECK", one_of({"1": "always", "always": "always", "0": "off", "off": "off", "warmup": "warmup"}), "warmup"
 )
-THREADS = Variable(
-    "OMP_NUM_THREADS",
-    whole,
-    1,
-    "a number, default `1` in processes that `tpcore.launch` starts",
-    "Number of torch's threads in each process.",
-)
-HUGE_PAGES = Variable(
-    "THP_MEM_ALLOC_ENABLE",
-    one_of({"1": True, "0": False}),
-    False,
-    "`0` or `1`, default `1` in processes that serve",
-    "torch's: huge pages for tensors of 2 MiB or more. At `1` a traced model's ranks have copies of their parts "
-    "of the weights in huge pages, at `0` they map the files.",
-)
+THREADS = Variable("OMP_NUM_THREADS", whole, 1)
+HUGE_PAGES = Variable("THP_MEM_ALLOC_ENABLE", one_of({"1": True, "0": False}), False)
 
 # -- what a launcher sets -----------------------------------------------------------------------------------
-RANK = _count("RANK", "This process's rank in the job.", 0, "0 to `WORLD_SIZE` - 1")
-WORLD_SIZE = _count("WORLD_SIZE", "Number of processes of the job. Unset: one process.")
-LOCAL_RANK = _count("LOCAL_RANK", "This process's rank on its host: selects its device.", 0)
-LOCAL_WORLD_SIZE = _count("LOCAL_WORLD_SIZE", "Number of the job's processes on this host.")
-MASTER_ADDR = _text("MASTER_ADDR", "a host", "Host of the job's store.")
-MASTER_PORT = _count("MASTER_PORT", "Port of the job's store.", 0, "a port")
-_HOSTED = "The launcher hosts the job's store, not rank 0."
-AGENT_STORE = Variable("TORCHELASTIC_USE_AGENT_STORE", "True".__eq__, False, "`True`", _HOSTED, "launcher")
+RANK = Variable("RANK", whole, 0)
+WORLD_SIZE = Variable("WORLD_SIZE", whole, 1)
+LOCAL_RANK = Variable("LOCAL_RANK", whole, 0)
+LOCAL_WORLD_SIZE = Variable("LOCAL_WORLD_SIZE", whole, 1)
+MASTER_ADDR = Variable("MASTER_ADDR", str, "")
+MASTER_PORT = Variable("MASTER_PORT", whole, 0)
+AGENT_STORE = Variable("TORCHELASTIC_USE_AGENT_STORE", "True".__eq__, False)
 # of other launchers, which know no WORLD_SIZE
-OPENMPI_SIZE = _count("OMPI_COMM_WORLD_SIZE", "As `WORLD_SIZE`, for the conformance kit.")
-MPICH_SIZE = _count("PMI_SIZE", "The same.")
-SLURM_SIZE = _count("SLURM_NTASKS", "The same.")
-RUN_ID = _text("TORCHELASTIC_RUN_ID", "an id", "Names the job: ranks of two jobs do not meet.")
-SLURM_JOB = _text("SLURM_JOB_ID", "an id", "The same.")
-SLURM_HET = _text("SLURM_HET_SIZE", "a number", "Set: the job's parts have ids of their own.")
-TEST = _text("PYTEST_CURRENT_TEST", "a test's name", "Names the test that ends a job of the kit.")
+OPENMPI_SIZE = Variable("OMPI_COMM_WORLD_SIZE", whole, 1)
+MPICH_SIZE = Variable("PMI_SIZE", whole, 1)
+SLURM_SIZE = Variable("SLURM_NTASKS", whole, 1)
+RUN_ID = Variable("TORCHELASTIC_RUN_ID", str, "")
+SLURM_JOB = Variable("SLURM_JOB_ID", str, "")
+SLURM_HET = Variable("SLURM_HET_SIZE", str, "")
+TEST = Variable("PYTEST_CURRENT_TEST", str, "")
 
 # -- what tpcore sets for the processes that it starts ------------------------------------------------------
-_FOUND = "The file by which the processes of a traced model find each other, instead of a port."
-STORE = _text("TPCORE_STORE", "a path", _FOUND, "tpcore")
+STORE = Variable("TPCORE_STORE", str, "")
 
 LAUNCHER = ("MASTER_", "TORCHELASTIC_", "GROUP_", "ROLE_")
 """Prefixes of variables that this process's launcher may have set and that its children must not inherit."""
@@ -173,13 +134,11 @@ def restore(before: Mapping[str, str]) -> None:
 @contextmanager
 def changed(variables: Mapping[str, str]) -> Iterator[None]:
     """Set ``variables`` inside the block; restore the old values after it."""
-    before = {name: os.environ.get(name) for name in variables}
+    before = {name: os.environ[name] for name in variables if name in os.environ}
     os.environ.update(variables)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in variables.keys() - before.keys():
+            os.environ.pop(name, None)
+        os.environ.update(before)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
-import json
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +17,7 @@ from rich.progress import Progress as Bar
 
 from ..checkpoint.storage.files import Progress
 from ..errors import CheckpointError
-from .console import bytes_of, table_of, tell, wide_console
+from .console import bytes_of, table_of, tell
 
 checkpoint = typer.Typer(
     help="Examine, check, combine and reshard checkpoints. DIR is of any form that can be read.",
@@ -29,51 +27,28 @@ checkpoint = typer.Typer(
 
 Src = Annotated[str, typer.Argument(metavar="DIR", help="A checkpoint: a directory or an unsharded file.")]
 Out = Annotated[str, typer.Argument(metavar="OUT", help="What to write. Nothing there is overwritten.")]
-_CUT = typer.Option(
-    "--cut",
-    metavar="PATTERN=DIM[:STRIDE]",
-    help="How tensors are cut where no record says so; STRIDE blocks if fused. Repeatable.",
-)
+Key = Annotated[str, typer.Option("--model-key", help="The entry that holds the model's state.")]
+_CUT = "How tensors are cut where no record says so; STRIDE blocks if fused. Repeatable."
+Cut = Annotated[list[str] | None, typer.Option("--cut", metavar="PATTERN=DIM[:STRIDE]", help=_CUT)]
+Trust = Annotated[bool, typer.Option("--trust/--no-trust", help="Whether to read pickles (.pt, .bin).")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
 
-def _given(
-    model_key: Annotated[str, typer.Option("--model-key", help="The entry that holds the model's state.")] = "model",
-    cut: Annotated[list[str], _CUT] = [],  # noqa: B006  typer reads it
-    trust: Annotated[bool, typer.Option("--trust/--no-trust", help="Whether to read pickles (.pt, .bin).")] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
-) -> tuple[dict[str, Any], bool]:
-    """The arguments ``rules`` and ``how`` of the offline functions, and whether to print JSON."""
+def _reading(model_key: str, cut: list[str] | None, trust: bool) -> dict[str, Any]:
+    """The arguments ``rules`` and ``how`` of the offline functions."""
     from ..checkpoint.forms.source import Reading
     from ..checkpoint.read.source import CutRule
 
     rules = []
-    for text in cut:
+    for text in cut or ():
         match = re.fullmatch(r"(.+)=(\d+)(?::(\d+))?", text)
         if match is None or match[3] == "0":
             raise typer.BadParameter(f"--cut {text}: PATTERN=DIM or PATTERN=DIM:STRIDE")
         rules.append(CutRule(match[1], int(match[2]), int(match[3] or 1)))
-    return {"rules": rules, "how": Reading(model_key, trust)}, as_json
-
-
-def _reads(command: Callable[..., None]) -> Callable[..., None]:
-    """``command`` with the options of ``_given`` in place of its parameters ``reading`` and ``as_json``."""
-    options = inspect.signature(_given, eval_str=True).parameters
-    own = inspect.signature(command, eval_str=True)
-
-    @wraps(command)
-    def run(**arguments: Any) -> None:
-        reading, as_json = _given(**{name: arguments.pop(name) for name in options})
-        command(**arguments, reading=reading, as_json=as_json)
-
-    kept = [p for p in own.parameters.values() if p.name not in ("reading", "as_json")]
-    parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in (*kept, *options.values())]
-    run.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
-    run.__annotations__ = {p.name: p.annotation for p in parameters}
-    return run
+    return {"rules": rules, "how": Reading(model_key, trust)}
 
 
 @checkpoint.command()
-@_reads
 def consolidate(
     src: Src,
     out: Out,
@@ -81,13 +56,15 @@ def consolidate(
     max_shard_size: Annotated[str, typer.Option("--max-shard-size", help="Of each of several files: 5GB, say.")] = "",
     config: Annotated[str, typer.Option("--config", help="A config.json or its folder, whose names to write.")] = "",
     adapter: Annotated[str, typer.Option("--adapter", help="An adapter_config.json or its folder: peft's files.")] = "",
-    *,
-    reading: dict[str, Any],
-    as_json: bool,
+    model_key: Key = "model",
+    cut: Cut = None,
+    trust: Trust = True,
+    as_json: Json = False,
 ) -> None:
     """Write the whole model as one model.safetensors, which transformers' from_pretrained opens."""
     from ..checkpoint.rewrite import consolidate as consolidate_checkpoint
 
+    reading = _reading(model_key, cut, trust)
     if output_format not in ("safetensors", "pytorch"):
         raise typer.BadParameter(f"--format {output_format}: safetensors or pytorch")
     if adapter and (config or max_shard_size or output_format != "safetensors"):
@@ -103,24 +80,25 @@ def consolidate(
 
 
 @checkpoint.command()
-@_reads
 def reshard(
     src: Src,
     out: Out,
     tp: Annotated[int, typer.Option("--tp", "--tp-size", min=1, help="The degree to write for.")],
     strict: Annotated[bool, typer.Option("--strict/--no-strict", help="Refuse what is bound to its degree.")] = True,
-    *,
-    reading: dict[str, Any],
-    as_json: bool,
+    model_key: Key = "model",
+    cut: Cut = None,
+    trust: Trust = True,
+    as_json: Json = False,
 ) -> None:
     """Write the checkpoint for another tensor-parallel degree, optimizer state included."""
     from ..checkpoint.inspect import padded_names
     from ..checkpoint.rewrite import reshard as reshard_checkpoint
 
+    reading = _reading(model_key, cut, trust)
     with _reporting(as_json) as progress:
         left = reshard_checkpoint(src, out, tp, strict=strict, **reading, progress=progress)
-    text = "\n".join((f"{out}: for tp={tp}", *(f"left out: {why}" for why in left)))
-    tell({"out": out, "tp": tp, "left_out": left}, text, as_json)
+    report = f"{out}: for tp={tp}", *(f"left out: {why}" for why in left)
+    tell({"out": out, "tp": tp, "left_out": left}, as_json, *report)
     before = set(padded_names(src, **reading))
     padded = [name for name in padded_names(out, **reading) if name not in before]
     if padded and not as_json:
@@ -132,76 +110,73 @@ def reshard(
 
 
 @checkpoint.command()
-@_reads
-def convert(src: Src, out: Out, *, reading: dict[str, Any], as_json: bool) -> None:
+def convert(
+    src: Src, out: Out, model_key: Key = "model", cut: Cut = None, trust: Trust = True, as_json: Json = False
+) -> None:
     """Make safetensors of pickles: of an unsharded file a file, of another library's shards a checkpoint."""
     from ..checkpoint.rewrite import convert as convert_checkpoint
 
+    reading = _reading(model_key, cut, trust)
     with _reporting(as_json) as progress:
         names = convert_checkpoint(src, out, **reading, progress=progress)
     _wrote(out, names, as_json)
 
 
 @checkpoint.command("inspect")
-@_reads
-def inspect_(src: Src, *, reading: dict[str, Any], as_json: bool) -> None:
+def inspect_(src: Src, model_key: Key = "model", cut: Cut = None, trust: Trust = True, as_json: Json = False) -> None:
     """List the tensors: logical shape, dtype, how it is cut, and the shape on each rank."""
     from ..checkpoint.inspect import inspect as inspect_checkpoint
 
+    reading = _reading(model_key, cut, trust)
     with _reporting(True):
         found = inspect_checkpoint(src, **reading)
     total = sum(row.bytes for row in found.rows)
-    if as_json:
-        tensors = [row._asdict() for row in found.rows]
-        typer.echo(json.dumps({**found._asdict(), "rows": tensors, "bytes": total}, indent=2))
-        return
     table = table_of("name", "shape", "dtype", "cut", "on each rank", "bytes", right=("bytes",))
     for row in found.rows:
         shape, local = ("x".join(map(str, dims)) or "scalar" for dims in (row.shape, row.local))
         table.add_row(row.name, shape, row.dtype, row.cut, local, f"{row.bytes:,}")
-    wide_console().print(table)
     stages = f", pp={found.pp}" if found.pp > 1 else ""
-    typer.echo(f"{found.form}, tp={found.tp}{stages}: {len(found.rows)} tensors, {total:,} bytes")
+    below = f"{found.form}, tp={found.tp}{stages}: {len(found.rows)} tensors, {total:,} bytes"
+    entries = {**found._asdict(), "rows": [row._asdict() for row in found.rows], "bytes": total}
+    tell(entries, as_json, table, below)
 
 
 @checkpoint.command()
-@_reads
 def diff(
     a: Annotated[str, typer.Argument(metavar="A")],
     b: Annotated[str, typer.Argument(metavar="B")],
-    *,
-    reading: dict[str, Any],
-    as_json: bool,
+    model_key: Key = "model",
+    cut: Cut = None,
+    trust: Trust = True,
+    as_json: Json = False,
 ) -> None:
     """Compare the models in two checkpoints, of any form and degree. Exit status 1 if they differ."""
     from ..checkpoint.inspect import diff as diff_checkpoint
 
+    reading = _reading(model_key, cut, trust)
     with _reporting(as_json) as progress:
         found = list(diff_checkpoint(a, b, **reading, progress=progress))
-    if as_json or not found:
-        rows = [  # with text in place of infinity and NaN, which JSON lacks
-            {k: str(v) if isinstance(v, float) and v - v != 0 else v for k, v in d._asdict().items()} for d in found
-        ]
-        tell(rows, "the same", as_json)
-    else:
-        table = table_of("name", "difference", "max absolute", "max relative")
-        for d in found:
-            kind = d.why is not None and not d.absolute
-            amounts = ("", "") if kind else (f"{d.absolute:.3g}", f"{d.relative:.3g}")
-            table.add_row(d.name, d.why or "values", *amounts)
-        wide_console().print(table)
+    rows = [  # with text in place of infinity and NaN, which JSON lacks
+        {k: str(v) if isinstance(v, float) and v - v != 0 else v for k, v in d._asdict().items()} for d in found
+    ]
+    table = table_of("name", "difference", "max absolute", "max relative")
+    for d in found:
+        kind = d.why is not None and not d.absolute
+        amounts = ("", "") if kind else (f"{d.absolute:.3g}", f"{d.relative:.3g}")
+        table.add_row(d.name, d.why or "values", *amounts)
+    tell(rows, as_json, table if found else "the same")
     raise typer.Exit(1 if found else 0)
 
 
 @checkpoint.command()
-@_reads
-def verify(src: Src, *, reading: dict[str, Any], as_json: bool) -> None:
+def verify(src: Src, model_key: Key = "model", cut: Cut = None, trust: Trust = True, as_json: Json = False) -> None:
     """Compare all checksums and look for missing and surplus files. Exit status 1 if anything is wrong."""
     from ..checkpoint.inspect import verify as verify_checkpoint
 
+    reading = _reading(model_key, cut, trust)
     with _reporting(as_json) as progress:
         wrong = verify_checkpoint(src, **reading, progress=progress)
-    tell({"path": src, "problems": wrong}, "\n".join(wrong) or f"{src}: complete and undamaged", as_json)
+    tell({"path": src, "problems": wrong}, as_json, *(wrong or [f"{src}: complete and undamaged"]))
     raise typer.Exit(1 if wrong else 0)
 
 
@@ -234,4 +209,4 @@ def _named_by(config: str, adapter: str) -> dict[str, Any]:
 
 def _wrote(out: str, names: list[str], as_json: bool) -> None:
     paths = (str(Path(out) / name) if Path(out).is_dir() else out for name in names)
-    tell({"out": out, "files": names}, "\n".join(paths), as_json)
+    tell({"out": out, "files": names}, as_json, *paths)

@@ -1,4 +1,4 @@
-"""What several commands share: the console, tables, and values of options."""
+"""What several commands share: how they print, and values of options."""
 
 from __future__ import annotations
 
@@ -15,12 +15,6 @@ from rich.table import Table
 _WIDE = 1000
 
 
-def wide_console() -> Console:
-    """A console as wide as the terminal. For a file or a pipe it is so wide that no name is broken."""
-    console = Console(highlight=False, markup=False)
-    return console if console.is_terminal else Console(highlight=False, markup=False, width=_WIDE)
-
-
 def table_of(*titles: str, right: Collection[str] = ()) -> Table:
     """An empty table; columns in ``right`` have their text at the right."""
     table = Table(box=None, pad_edge=False)
@@ -29,9 +23,22 @@ def table_of(*titles: str, right: Collection[str] = ()) -> Table:
     return table
 
 
-def tell(found: Any, text: str, as_json: bool, indent: int = 2) -> None:
-    """``found`` as JSON for programs, or ``text`` for people."""
-    typer.echo(json.dumps(found, indent=indent) if as_json else text)
+def show(*parts: str | Table) -> None:
+    """Print texts as they are, so that a command line in them can be copied, and tables as wide as the terminal: for a
+    file or a pipe so wide that no name is broken."""
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, markup=False, width=_WIDE)
+    for part in parts:
+        if isinstance(part, Table):
+            console.print(part)
+        else:
+            typer.echo(part)
+
+
+def tell(found: Any, as_json: bool, *parts: str | Table) -> None:
+    """Print ``found`` as JSON for programs, or ``parts`` for people."""
+    show(*((json.dumps(found, indent=2),) if as_json else parts))
 
 
 def dtype_of(name: str) -> torch.dtype:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import shutil
@@ -13,7 +12,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import typer
-from rich.console import Console
 
 from .. import settings
 from ..backend import registry
@@ -109,15 +107,12 @@ def doctor(as_json: bool = typer.Option(False, "--json", help="Print JSON for pr
     found, lines = report(), []
     for section, values in found.items():
         lines += [f"{section}:", *(f"  {name}: {value}" for name, value in values.items())]
-    tell(found, "\n".join(lines), as_json)
+    tell(found, as_json, *lines)
 
 
 def backends(as_json: bool = typer.Option(False, "--json", help="Print a JSON list for programs.")) -> None:
     """List the installed backends: which can run on this machine, and what carries their collectives."""
-    found = registry.backends()
-    if as_json:
-        typer.echo(json.dumps([asdict(info) for info in found], indent=2))
-        return
+    found, reasons = registry.backends(), []
     table = table_of("backend", "from", "usable here", "group sizes", "traces")
     for info in found:
         usable, sizes, traces = "yes" if info.usable else "no, see below", "?", "?"
@@ -126,12 +121,9 @@ def backends(as_json: bool = typer.Option(False, "--json", help="Print a JSON li
             sizes = "any" if limits is None else ", ".join(map(str, limits))
             traces = "yes" if info.capabilities["tracing"] else "no"
         table.add_row(info.name, f"{info.distribution} {info.version}", usable, sizes, traces)
-    console = Console(highlight=False)
-    console.print(table)
-    for info in found:
         if text := info.remark if info.usable else info.reason:
-            # outside the table and unwrapped: reasons hold command lines to copy; no markup: tpcore[neuron]
-            console.print(f"\n{info.name}: {text}", markup=False, soft_wrap=True)
+            reasons.append(f"\n{info.name}: {text}")  # outside the table, which may break lines
+    tell([asdict(info) for info in found], as_json, table, *reasons)
 
 
 def compile_ahead(
@@ -146,12 +138,9 @@ def compile_ahead(
     except BackendError as e:
         typer.echo(f"tpcore compile: {e}", err=True)
         raise typer.Exit(1) from e
-    if as_json:
-        typer.echo(json.dumps([asdict(info) for info in found], indent=2))
-        return
     numbers = "runs", "operations"
     table = table_of("program", *numbers, "parameters", "collectives", "at", right=numbers)
     for info in found:
         size, site = f"{info.parameter_bytes / 1e6:.3g} MB", os.path.relpath(info.site.partition(" in ")[0])
         table.add_row(info.digest, str(info.runs), str(info.operations), size, info.collectives or "none", site)
-    Console(highlight=False).print(table)
+    tell([asdict(info) for info in found], as_json, table)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from rich.text import Text
 from ..diagnose.explain import Collective, Explanation, Program, StageCost, explain
 from ..diagnose.summary import kinds, pattern, replicated, save_picture, size, sizes
 from ..errors import extra
-from .console import dtype_of, numbers_of, table_of, wide_console
+from .console import dtype_of, numbers_of, table_of, tell
 
 
 def explain_step(
@@ -63,35 +63,28 @@ def explain_step(
         kind = "" if isinstance(e, ValueError | ImportError) else f"{type(e).__name__}: "
         typer.echo(f"tpcore explain: {kind}{e}{where}", err=True)
         raise typer.Exit(2) from e
-    if as_json:
-        typer.echo(json.dumps(found.to_json(), indent=1))
-    else:
-        _show(found)
+    tell(found.to_json(), as_json, *_parts(found))
     problems = [problem for problem in (*found.mistakes, found.disagreement) if problem is not None]
     for problem in problems:
         typer.echo(f"\n{problem}", err=True)
     raise typer.Exit(1 if problems else 0)
 
 
-def _show(found: Explanation) -> None:
-    console = wide_console()
+def _parts(found: Explanation) -> Iterator[str | Table]:
     for ranks, program in found.programs:
         axes = ", ".join(f"{axis}={n}" for axis, n in found.mesh.axes.items())
         alike = f"ranks {', '.join(map(str, ranks))} alike" if len(ranks) > 1 else f"rank {ranks[0]}"
-        console.print(f"{program.model} on {axes}: {alike}\n", soft_wrap=True)
-        console.print(_memory(program, staged=found.mesh.axes["pp"] > 1))
-        for line in replicated(program, found.mesh.axes["tp"]):
-            console.print(line, soft_wrap=True)
+        yield f"{program.model} on {axes}: {alike}\n"
+        yield _memory(program, staged=found.mesh.axes["pp"] > 1)
+        yield from replicated(program, found.mesh.axes["tp"])
         idle = [p.name for p in program.parameters if not p.gradient]
         if idle:
-            console.print(f"Without a gradient: {', '.join(idle[:8])}", soft_wrap=True)
-        for name, route in dict.fromkeys((pattern(name), route) for name, route in program.routes):
-            console.print(f"{name}: {route}", soft_wrap=True)
-        for cost in program.pipelines:
-            console.print(_stage(cost), soft_wrap=True)
-        console.print()
-        console.print(_traffic(program) if program.collectives else "No collectives.")
-        console.print()
+            yield f"Without a gradient: {', '.join(idle[:8])}"
+        yield from dict.fromkeys(f"{pattern(name)}: {route}" for name, route in program.routes)
+        yield from map(_stage, program.pipelines)
+        yield ""
+        yield _traffic(program) if program.collectives else "No collectives."
+        yield ""
 
 
 def _memory(program: Program, *, staged: bool) -> Table:

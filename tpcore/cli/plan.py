@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from ..diagnose.plan.machine import PUBLISHED
 from ..diagnose.plan.simulate import JobModel, forecast
 from ..diagnose.summary import save_pictures, size
 from ..errors import extra
-from .console import bytes_of, dtype_of, numbers_of, table_of, wide_console
+from .console import bytes_of, dtype_of, numbers_of, show, table_of, tell
 
 if TYPE_CHECKING:  # a model's rooms take long to import
     from ..diagnose.plan.machine import Machine
@@ -55,11 +54,11 @@ def plan_mesh(
 
     try:
         if calibrated:
-            _show_machine(calibrate(out, devices=devices), out)
+            show(*_machine_lines(calibrate(out, devices=devices), out))
         if simulate is not None:
             for count in numbers_of("--simulate", simulate):
                 model = JobModel(count, mtbf * 3600, save, restart, jitter)
-                typer.echo("\n".join(forecast(model).lines()))
+                show(*forecast(model).lines())
         if target is None:
             if not calibrated and simulate is None:
                 raise ValueError("name a model, or give --calibrate or --simulate")
@@ -76,27 +75,23 @@ def plan_mesh(
     except (ValueError, ImportError) as e:
         typer.echo(f"tpcore plan: {e}", err=True)
         raise typer.Exit(2) from e
-    if as_json:
-        typer.echo(json.dumps(found.to_json(), indent=1))
-    else:
-        _show(found, title)
+    tell(found.to_json(), as_json, *_parts(found, title))
     raise typer.Exit(0 if found.rows else 1)
 
 
-def _show(found: MeshPlan, title: str) -> None:
-    console, limits = wide_console(), found.limits
+def _parts(found: MeshPlan, title: str) -> Iterator[str | Table]:
+    limits = found.limits
     step = f"{limits.batch} x {limits.seq_len} tokens a step, {str(limits.dtype).removeprefix('torch.')}"
-    console.print(f"{title}, {size(limits.memory)} each: {step}. {len(found.rows)} plans fit.\n", soft_wrap=True)
+    yield f"{title}, {size(limits.memory)} each: {step}. {len(found.rows)} plans fit.\n"
     if found.rows:
-        console.print(_table(found))
-        _show_best(console, found)
+        yield _table(found)
+        yield from _best_lines(found)
     for why, count in sorted(found.refused.items(), key=lambda item: -item[1])[:_BEST]:
-        console.print(f"does not fit, {count} times: {why}", soft_wrap=True)
+        yield f"does not fit, {count} times: {why}"
     if found.machine.name in PUBLISHED:
-        console.print(
+        yield (
             "\nPredicted from published figures, not measured (tpcore plan --json names their sources). Not modelled: "
-            "collectives beside compute, compilers that fuse, experts chosen unevenly.",
-            soft_wrap=True,
+            "collectives beside compute, compilers that fuse, experts chosen unevenly."
         )
 
 
@@ -116,27 +111,25 @@ def _table(found: MeshPlan) -> Table:
     return table
 
 
-def _show_best(console: Console, found: MeshPlan) -> None:
+def _best_lines(found: MeshPlan) -> Iterator[str]:
     from ..diagnose.plan.choice import launch_line, setup_lines, step_lines
 
     choice, launched = found.best.choice, launch_line(found.limits.devices, found.machine.per_host)
     dtype = str(found.limits.dtype).removeprefix("torch.")
-    console.print(f"\nThe first of them:\n\n  {launched}\n", soft_wrap=True)
-    for line in (*setup_lines(choice, dtype), "", *step_lines(choice)):
-        console.print(f"  {line}", soft_wrap=True)
+    yield f"\nThe first of them:\n\n  {launched}\n"
+    yield from (f"  {line}" for line in (*setup_lines(choice, dtype), "", *step_lines(choice)))
     if found.cache is not None:
         fit = (found.limits.memory - found.best.memory["parameters"]) / found.cache
         served = f"{size(found.cache)} of keys and values on a device: {fit:,.0f} tokens fit beside its parameters"
-        console.print(f"\nServed at tp={choice.ways.tp}, a token has {served}.", soft_wrap=True)
-    console.print()
+        yield f"\nServed at tp={choice.ways.tp}, a token has {served}."
+    yield ""
 
 
-def _show_machine(machine: Machine, path: Path) -> None:
-    console = wide_console()
-    console.print(f"{path}: {machine.name}, {machine.per_host} devices of {size(machine.memory)}")
+def _machine_lines(machine: Machine, path: Path) -> Iterator[str]:
+    yield f"{path}: {machine.name}, {machine.per_host} devices of {size(machine.memory)}"
     for dtype, curve in machine.flops.items():
-        console.print(f"  {dtype}: {max(rate for _, rate in curve) / 1e9:,.0f} GFLOP/s")
-    console.print(f"  memory: {machine.memory_bandwidth / 1e9:.3g} GB/s; an operator: {machine.overhead * 1e6:.3g} us")
+        yield f"  {dtype}: {max(rate for _, rate in curve) / 1e9:,.0f} GFLOP/s"
+    yield f"  memory: {machine.memory_bandwidth / 1e9:.3g} GB/s; an operator: {machine.overhead * 1e6:.3g} us"
     for field, link in (("inside", machine.inside), ("between", machine.between)):
         speed = f"{link.latency * 1e6:.3g} us a step, {link.bandwidth / 1e9:.3g} GB/s"
-        console.print(f"  {field}: {speed} ({machine.source[field]})", soft_wrap=True)
+        yield f"  {field}: {speed} ({machine.source[field]})"

@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import typer
-from rich.console import Console
 
 from .. import settings
 from ..backend.registry import load_backend
 from ..errors import BackendError
 from ..processes.launch import launch
 from ..runtime.init import choose_backend
-from .console import table_of
+from .console import show, table_of
 
 if TYPE_CHECKING:
     from ..testing.verify.model import ModelVerdict
@@ -68,8 +67,7 @@ def verify(
 
 def _tell(found: ModelVerdict, first: bool) -> NoReturn:
     if first:
-        for line in found.lines:
-            typer.echo(line)
+        show(*found.lines)
         if found.refused is not None:
             typer.echo(f"tpcore verify: {found.refused}", err=True)
         if found.wrong is not None:
@@ -82,7 +80,4 @@ def _show(report: Report) -> None:
     for row in report.rows:
         figures = (f"{row.error:.1e}", f"{row.allowed:.1e}") if row.allowed else (f"{row.error:.3g}", "exact")
         table.add_row(row.what, row.dtype, str(row.cases), *figures, "WRONG" if row.wrong else "ok")
-    console = Console(highlight=False)
-    console.print(table)
-    for message in report.wrong[:20]:
-        console.print(message, markup=False, soft_wrap=True)
+    show(table, *report.wrong[:20])

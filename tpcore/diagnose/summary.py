@@ -153,20 +153,18 @@ def save_pictures(
     rows: Sequence[Mapping[str, Any]],
     path: Path,
     *,
-    title: str = "",
-    limit: float | None = None,
-    curves: Mapping[str, Mapping[int, float]] | None = None,
+    title: str,
+    limit: float,
+    curves: Mapping[str, Mapping[int, float]],
 ) -> None:
     """Draw the first ten ``rows``, the best first: each with ``mesh``, a label; ``memory``, bytes a device by kind;
     and ``seconds`` of a step by part. ``limit``: bytes that a device has. ``curves``: tokens a second by number
-    of devices, by label. The suffix of ``path`` chooses the format. Needs matplotlib. ValueError without rows."""
-    if not rows:
-        raise ValueError("there is no plan to draw: no mesh fits")
+    of devices, by label. The suffix of ``path`` chooses the format. Needs matplotlib."""
     from matplotlib.figure import Figure
 
     best = rows[:_BEST]
-    cells: list[Any] = [["memory", "seconds"], *([["scaling", "scaling"]] if curves else [])]
-    heights = [1.6 + 0.32 * len(best), *([3.6] if curves else [])]
+    cells: list[Any] = [["memory", "seconds"], ["scaling", "scaling"]]
+    heights = [1.6 + 0.32 * len(best), 3.6]
     figure = Figure(figsize=(12, 1 + sum(heights)), layout="constrained")
     places = figure.subplot_mosaic(cells, height_ratios=heights)
     figure.suptitle(title)
@@ -175,11 +173,9 @@ def save_pictures(
         parts = {kind: [row[field].get(kind, 0.0) for row in best] for kind in kinds}
         _stacked(places[field], [row["mesh"] for row in best], parts, text)
     places["memory"].xaxis.set_major_formatter(_as_size)
-    if limit is not None:
-        places["memory"].axvline(limit, color="#c62828", linestyle="--", linewidth=1)
+    places["memory"].axvline(limit, color="#c62828", linestyle="--", linewidth=1)
     places["seconds"].tick_params(labelleft=False)
-    if curves:
-        _scaling(places["scaling"], curves)
+    _scaling(places["scaling"], curves)
     figure.savefig(path, dpi=130)
 
 

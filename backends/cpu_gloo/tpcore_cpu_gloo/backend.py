@@ -31,13 +31,8 @@ from .exchange import Exchange
 from .segment import shared
 from .shared_memory import SharedTransport
 
-_INTERFACE = "The interface of gloo's sockets. Unset: a group of one process uses the loopback interface only."
-INTERFACE = Variable("GLOO_SOCKET_IFNAME", str, "", "a network interface", _INTERFACE)
-_SHM = (
-    "Whether ranks of one host exchange tensors through shared memory. A group uses gloo if a member sets "
-    "`0` or cannot map the other members' memory."
-)
-SHM = Variable("TPCORE_SHM", one_of({"1": True, "0": False}), True, "`1` (default), `0`", _SHM)
+INTERFACE = Variable("GLOO_SOCKET_IFNAME", str, "")
+SHM = Variable("TPCORE_SHM", one_of({"1": True, "0": False}), True)
 
 
 class GlooTransport(C10dTransport):

@@ -10,11 +10,7 @@ from .backend import CudaBackend, CudaOverGloo
 __all__ = ["CudaBackend", "CudaOverGloo"]
 
 TRANSPORT: Variable[type[CudaBackend]] = Variable(
-    "TPCORE_CUDA_TRANSPORT",
-    one_of({"nccl": CudaBackend, "gloo": CudaOverGloo}),
-    CudaBackend,
-    "`nccl` (default), `gloo`",
-    "What carries the collectives of `cuda`. gloo copies through the host: slow, but ranks may share a GPU.",
+    "TPCORE_CUDA_TRANSPORT", one_of({"nccl": CudaBackend, "gloo": CudaOverGloo}), CudaBackend
 )
 
 

@@ -27,21 +27,8 @@ from tpcore.comm.transport import Transport
 from tpcore.errors import BackendError
 from tpcore.layout.mesh import Group
 
-SHARE = settings.Variable(
-    "NCCL_MULTI_RANK_GPU_ENABLE",
-    settings.one_of({"1": True, "0": False}),
-    False,
-    "`1`, `0` (default)",
-    "Lets NCCL 2.30 and later run several ranks on one GPU. `cuda` then does not refuse them.",
-)
-ON_ERROR = settings.Variable(
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-    str,
-    "2",
-    "`0` to `3`",
-    "What torch does when a collective of NCCL fails. `cuda` sets `2` if it is unset: abort the communicator "
-    "and leave the process, which raises tpcore's error.",
-)
+SHARE = settings.Variable("NCCL_MULTI_RANK_GPU_ENABLE", settings.one_of({"1": True, "0": False}), False)
+ON_ERROR = settings.Variable("TORCH_NCCL_ASYNC_ERROR_HANDLING", str, "2")
 
 
 _LOOK = 0.2  # seconds between two looks: a thousandth of the time-out by default

@@ -4,27 +4,10 @@ from __future__ import annotations
 
 from tpcore.settings import Variable, one_of
 
-_DEVICE = "The device of torch_xla. With another value than `NEURON` the `neuron` backend runs on that device."
-DEVICE = Variable("PJRT_DEVICE", str, "NEURON", "`NEURON` (default), `CPU`, ...", _DEVICE)
-CORES = Variable(
-    "NEURON_RT_VISIBLE_CORES", str, "", "`0-3` or `0,1`", "The NeuronCores of this host that a job may use."
-)
-PAIRS = Variable(
-    "TPCORE_NEURON_PERMUTE",
-    one_of({"native": False, "pairs": True}),
-    False,
-    "`native` (default), `pairs`",
-    "How `neuron` permutes: by the compiler's collective-permute, or by all-gathers over two ranks for "
-    "compilers that lack it.",
-)
-EXTRACT_ONLY = Variable(
-    "NEURON_EXTRACT_GRAPHS_ONLY",
-    str,
-    "",
-    "`1`",
-    "Tells the script that it runs only to collect its programs (`tpcore compile`). tpcore does not read it.",
-    "tpcore",
-)
+DEVICE = Variable("PJRT_DEVICE", str, "NEURON")
+CORES = Variable("NEURON_RT_VISIBLE_CORES", str, "")
+PAIRS = Variable("TPCORE_NEURON_PERMUTE", one_of({"native": False, "pairs": True}), False)
+EXTRACT_ONLY = Variable("NEURON_EXTRACT_GRAPHS_ONLY", str, "")
 
 
 def of_replicas(size: int, given: dict[str, str]) -> dict[str, str]:

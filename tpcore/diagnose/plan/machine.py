@@ -252,13 +252,13 @@ PUBLISHED: dict[str, Machine] = {
 """By name; a device is a NeuronCore, a GPU, or a CPU core."""
 
 
-def find(name: str, hosts: int = 1) -> Machine:
+def find(name: str) -> Machine:
     """The published machine of this name, or the one of a file. ValueError for a name that is neither."""
     if name in PUBLISHED:
-        return dataclasses.replace(PUBLISHED[name], hosts=hosts)
+        return PUBLISHED[name]
     if not Path(name).is_file():
         raise ValueError(
             f"no machine {name!r}: it is neither a file nor one of {', '.join(PUBLISHED)}; "
             "`tpcore plan --calibrate --out FILE` writes this machine's file"
         )
-    return dataclasses.replace(Machine.read(name), hosts=hosts)
+    return Machine.read(name)

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -54,14 +54,14 @@ class PartCosts:
 class Meter(TorchDispatchMode):
     """Meters the operators inside ``on``. ``layers``: names of modules, each of which is a region of its own."""
 
-    def __init__(self, layers: Sequence[str], results: dict[Any, _Result] | None = None) -> None:
-        """``results``: of the meters before, of whose operators many are alike."""
+    def __init__(self, layers: Sequence[str], results: dict[Any, Any]) -> None:
+        """``results``: kinds of tensors and costs, of operators that meters before have run. Many are alike, and their
+        checks of shapes take most of the time of a recording."""
         super().__init__()
         self.parts: dict[tuple[str, str], PartCosts] = {}
         """By phase and region."""
         self._at, self._part = ("", ""), PartCosts()  # where the step is
-        self._results = {} if results is None else results
-        self._layers = tuple(layers)
+        self._results, self._layers = results, tuple(layers)
         self.shares: Mapping[str, float] = {}
         """By the name of a layer of experts, the part of its grouped matmuls' rows that is computed."""
         self._held = 0.0
@@ -86,14 +86,16 @@ class Meter(TorchDispatchMode):
         packet = func._overloadpacket
         key = None if func.is_view or func._schema.is_mutable else (func, _alike(args), _alike(kwargs))
         if key in self._results:
-            out, cost = self._results[key].again()
+            shape, stride, dtype, cost = self._results[key]
+            out = _aten.empty_strided.default(shape, stride, dtype=dtype, device="meta")
         else:
             out = func(*args, **kwargs)
             cost = None if func.is_view or packet in _FREE else cost_of(packet, args, kwargs, out)
-            if key is not None and (result := _Result.of(out, cost, (args, kwargs))):
-                self._results[key] = result
-        self._enter()
-        if cost is not None:
+            if key is not None and _is_new(out, (args, kwargs)):
+                self._results[key] = out.shape, out.stride(), out.dtype, cost
+        if cost is None:
+            self._enter()
+        else:
             self.note(*cost)
         for t in (out,) if isinstance(out, Tensor) else tree_leaves(out):
             if isinstance(t, Tensor):
@@ -147,38 +149,15 @@ class Meter(TorchDispatchMode):
         self._held -= nbytes
 
 
-class _Result(NamedTuple):
-    """Of an operator that is run once: its checks of shapes take most of the time of a recording."""
-
-    outputs: tuple[tuple[Any, ...] | None, ...]
-    single: bool
-    cost: tuple[str, float, float] | None
-
-    @classmethod
-    def of(cls, out: Any, cost: tuple[str, float, float] | None, inputs: Any) -> _Result | None:
-        """None where outputs are no new meta tensors."""
-        outputs = out if isinstance(out, tuple) else (out,)
-        taken = {t.untyped_storage()._cdata for t in tree_leaves(inputs) if isinstance(t, Tensor)}
-        found: list[tuple[Any, ...] | None] = []
-        for t in outputs:
-            if isinstance(t, Tensor) and t.is_meta and not t.storage_offset() and type(t) is Tensor:
-                storage = t.untyped_storage()
-                extent = 1 + sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))
-                if storage._cdata in taken or (t.numel() and storage.nbytes() != extent * t.element_size()):
-                    return None
-                found.append((t.shape, t.stride(), t.dtype))
-            elif t is None:
-                found.append(None)
-            else:
-                return None
-        return cls(tuple(found), not isinstance(out, tuple), cost)
-
-    def again(self) -> tuple[Any, tuple[str, float, float] | None]:
-        made = [
-            None if o is None else _aten.empty_strided.default(o[0], o[1], dtype=o[2], device="meta")
-            for o in self.outputs
-        ]
-        return made[0] if self.single else tuple(made), self.cost
+def _is_new(out: Any, inputs: Any) -> bool:
+    """Whether ``out`` is one meta tensor with memory of its own, in whose place another one would do."""
+    if type(out) is not Tensor or not out.is_meta or out.storage_offset():
+        return False
+    storage = out.untyped_storage()
+    extent = 1 + sum((n - 1) * step for n, step in zip(out.shape, out.stride(), strict=True))
+    if out.numel() and storage.nbytes() != extent * out.element_size():
+        return False
+    return all(t.untyped_storage()._cdata != storage._cdata for t in tree_leaves(inputs) if isinstance(t, Tensor))
 
 
 def _alike(value: Any) -> Any:

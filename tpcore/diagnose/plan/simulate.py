@@ -1,5 +1,5 @@
-"""How much of its time a large job spends on progress: independent exponential failures, checkpoints and stragglers,
-simulated. Nothing here was measured on such a job."""
+"""How much of its time a large job spends on progress: independent exponential failures and checkpoints, simulated, and
+stragglers. Nothing here was measured on such a job."""
 
 from __future__ import annotations
 
@@ -53,15 +53,14 @@ class Goodput:
 @dataclass(frozen=True)
 class Forecast:
     """``young`` and ``daly``: the best intervals between checkpoints by their formulas; ``best``: by simulation,
-    all in seconds. ``straggling``: a step's time over one device's median, simulated and by ``expected_maximum``.
-    ``goodput``: at Daly's interval, with stragglers."""
+    all in seconds. ``straggling``: the mean of a step's time over one device's median. ``goodput``: at Daly's interval,
+    with stragglers."""
 
     job: JobModel
     young: float
     daly: float
     best: float
     straggling: float
-    straggling_formula: float
     goodput: float
     curve: tuple[Goodput, ...]
 
@@ -77,8 +76,7 @@ class Forecast:
             f"{_span(self.best)} (simulated)",
             f"  progress without stragglers {at.simulated:.1%} of the time (simulated, standard error {at.error:.1%}), "
             f"{at.formula:.1%} (Daly)",
-            f"  a step waits for the slowest device: {self.straggling:.2f} times the median one's time "
-            f"(simulated), {self.straggling_formula:.2f} (expected maximum)",
+            f"  a step waits for the slowest device: {self.straggling:.2f} times the median one's time",
             f"  goodput {self.goodput:.1%}",
         ]
 
@@ -130,15 +128,9 @@ def goodput(job: JobModel, interval: float, *, runs: int = 400, segments: int = 
     return Goodput(interval, value, error, goodput_formula(job, interval))
 
 
-def straggling(job: JobModel, *, steps: int = 200, seed: int = 0) -> float:
-    """The mean over ``steps`` of the slowest of all devices' times, each lognormal with median 1."""
-    draw = np.random.default_rng(seed)
-    worst = [draw.standard_normal(job.devices).max() for _ in range(steps)]
-    return float(np.exp(job.jitter * np.array(worst)).mean())
-
-
-def expected_maximum(job: JobModel) -> float:
-    """What ``straggling`` estimates, by numerical integration over the maximum of normal variables."""
+def straggling(job: JobModel) -> float:
+    """The mean of the slowest of all devices' times, each lognormal with median 1: by numerical integration over the
+    maximum of normal variables."""
     z = torch.linspace(-9, 12, 40_001, dtype=torch.float64)
     below = job.devices * torch.special.log_ndtr(z)  # the logarithm of the maximum's distribution function
     weights = torch.exp(below).diff()
@@ -146,17 +138,17 @@ def expected_maximum(job: JobModel) -> float:
 
 
 def forecast(job: JobModel, *, runs: int = 400, seed: int = 0) -> Forecast:
-    """Simulate the job at intervals around Daly's, with the same failures for each, and its steps with stragglers. The
-    best is the vertex of the parabola through the best three, over the logarithm of the interval."""
+    """Simulate the job at intervals around Daly's, with the same failures for each. The best is the vertex of the
+    parabola through the best three, over the logarithm of the interval."""
     start = daly(job)
     curve = tuple(goodput(job, f * start, runs=runs, seed=seed) for f in _FACTORS)
     at = min(max(int(np.argmax([g.simulated for g in curve])), 1), len(curve) - 2)
     x = np.log([g.interval for g in curve[at - 1 : at + 2]])
     bend, slope, _ = np.polyfit(x, [g.simulated for g in curve[at - 1 : at + 2]], 2)
     best = float(np.exp(np.clip(-slope / (2 * bend), x[0], x[-1]))) if bend < 0 else curve[at].interval
-    slower = straggling(job, seed=seed)
+    slower = straggling(job)
     progress = curve[_FACTORS.index(1.0)].simulated / slower
-    return Forecast(job, young(job), start, best, slower, expected_maximum(job), progress, curve)
+    return Forecast(job, young(job), start, best, slower, progress, curve)
 
 
 def _span(seconds: float) -> str:

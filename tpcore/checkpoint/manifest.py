@@ -15,7 +15,7 @@ from ..errors import CheckpointError
 from ..layout.layout import Layout
 from ..layout.shard import ShardSpec
 from .storage.files import MANIFEST, PREFIX, FileRecord, crc32_text, damage, dumps, loads, naming, read_file, sync_dir
-from .storage.publish import resolve
+from .storage.publish import format_of, resolve
 from .storage.tensorfile import FileTensor, TensorFile, dtype_of
 from .stored import Cut
 from .tree import Leaf, decode
@@ -180,19 +180,15 @@ class RankState:
 
     def tensor(self, leaf: Leaf) -> tuple[FileTensor, Cut]:
         file, name = leaf.file, leaf.name
-        records = self._records.get(file) if isinstance(self._records, dict) else None
-        if isinstance(records, dict) and name not in records:
-            raise CheckpointError(f"{self.path} has no tensor {name!r} of {file}")
-        try:
-            record = self._records[file][name]
-            dtype, shape = dtype_of(record["dtype"]), tuple(int(s) for s in record["shape"])
+        with damage(f"{self.path}: the record of {name!r} in {file}"):
+            record = self._records[file].get(name)
+            if record is None:
+                raise CheckpointError(f"{self.path} has no tensor {name!r} of {file}")
+            dtype, shape, crc32 = dtype_of(record["dtype"]), tuple(map(int, record["shape"])), str(record["crc32"])
             cut: Cut = record["spec"]
             if isinstance(cut, dict):
                 # version 1 does not record the axis, which is always tp
                 cut = Layout.of(ShardSpec.from_json(cut), *record.get("axes", ("tp",)))
-            crc32 = str(record["crc32"])
-        except (KeyError, TypeError, ValueError, AttributeError, CheckpointError) as e:
-            raise CheckpointError(f"{self.path}: the record of {name!r} in {file} is damaged: {e!r}") from e
         return self._open(file).recorded(name, dtype, shape, crc32), cut
 
 
@@ -221,10 +217,8 @@ def _numbered(names: Iterable[str], stem: str | None = None) -> list[tuple[int, 
 def _is_checkpoint(folder: str) -> bool:
     """Whether ``folder`` has a manifest, and not one of a traced model for example. Of what another version of tpcore
     wrote, and of what is damaged further on, loading says so: an older checkpoint is not taken in its place."""
-    path = os.path.join(folder, MANIFEST)
     with suppress(CheckpointError):
-        top = loads(read_file(path), path)
-        return isinstance(top, dict) and top.get("format") == FORMAT
+        return format_of(folder) == FORMAT
     return False
 
 

@@ -6,7 +6,7 @@ import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ TAG = "$"
 _DICTS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
 _DEPTH = 100
 Path = tuple[Any, ...]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -116,17 +117,17 @@ def decode(tree: Any, path: Path = ()) -> Any:
     raise CheckpointError(f"unknown tag {tag!r}: written by a newer tpcore?")
 
 
-def filled(value: Any, fill: Callable[[Leaf, Path], Any], path: Path = ()) -> Any:
-    """``value`` with ``fill(leaf, path)`` in place of each Leaf in it."""
-    if isinstance(value, Leaf):
+def filled(value: Any, kind: type[T], fill: Callable[[T, Path], Any], path: Path = ()) -> Any:
+    """``value`` with ``fill(item, path)`` in place of each item of a ``kind`` in it."""
+    if isinstance(value, kind):
         return fill(value, path)
     if isinstance(value, list | tuple):
-        return type(value)(filled(item, fill, (*path, i)) for i, item in enumerate(value))
+        return type(value)(filled(item, kind, fill, (*path, i)) for i, item in enumerate(value))
     if not isinstance(value, dict):
         return value
     out = type(value)()
     for key, item in value.items():
-        out[key] = filled(item, fill, (*path, key))
+        out[key] = filled(item, kind, fill, (*path, key))
     if hasattr(value, "_metadata"):
         out._metadata = value._metadata  # type: ignore[attr-defined]
     return out

@@ -117,6 +117,13 @@ def link(source: str, target: str) -> None:
             os.fsync(f.fileno())
 
 
+def format_of(folder: str) -> object:
+    """The format that the manifest in ``folder`` names, if any. CheckpointError if it cannot be read."""
+    path = os.path.join(folder, MANIFEST)
+    top = loads(read_file(path), path)
+    return top.get("format") if isinstance(top, dict) else None
+
+
 def _refuse_inside(target: str) -> None:
     for here in (Path(target), *Path(target).parents):
         if here.name.startswith(PREFIX) and os.path.lexists(here.parent / MANIFEST):
@@ -136,16 +143,14 @@ def _refuse_other_files(target: str, format: str, also: Collection[str], others_
     if MANIFEST not in names:
         wrong += mine
     else:
-        path = os.path.join(target, MANIFEST)
         try:
-            top = loads(read_file(path), path)
+            found = format_of(target)
         except CheckpointError as e:
             raise CheckpointError(f"cannot save to {target}: {e}; give another name, or remove it") from e
-        found = top.get("format") if isinstance(top, dict) else None
         if found != format:
             raise CheckpointError(
-                f"cannot save to {target}: {path} is of the format {found!r}, and saving would replace the "
-                f"directory by one of the format {format!r}: give another name"
+                f"cannot save to {target}: {os.path.join(target, MANIFEST)} is of the format {found!r}, and saving "
+                f"would replace the directory by one of the format {format!r}: give another name"
             )
     if wrong:
         raise CheckpointError(

@@ -6,21 +6,24 @@ import json
 import math
 import os
 import stat
+import tempfile
 from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from checkpoints import values
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
-from test_shard import fits, specs
+from test_shard import DEGREES, fits, specs
 from torch import Tensor, nn
 
 import tpcore
-from tpcore.checkpoint import load, save
+from tpcore.checkpoint import load, save, stored
+from tpcore.checkpoint.rewrite import consolidate, reshard
 from tpcore.errors import CheckpointError
 from tpcore.layout.mesh import Mesh
 from tpcore.layout.shard import ShardSpec
@@ -392,37 +395,51 @@ class _Any(tpcore.ParallelModule):
     def __init__(self, specs: list[ShardSpec], dtype: torch.dtype, device: str | None) -> None:
         super().__init__()
 
-        def count(t: Tensor) -> Tensor:
-            return t.copy_(torch.arange(1, t.numel() + 1).reshape(t.shape))
-
         for i, spec in enumerate(specs):
-            self.shard_parameter(f"p{i}", spec, count, dtype, device)
+            self.shard_parameter(f"p{i}", spec, _counted, dtype, device)
+
+
+def _counted(t: Tensor) -> Tensor:
+    return t.copy_(torch.arange(1, t.numel() + 1).reshape(t.shape))
 
 
 @given(
     st.lists(specs(), min_size=1, max_size=3),
-    st.integers(1, 4),
-    st.integers(1, 4),
+    st.tuples(st.integers(1, 4), DEGREES, st.integers(1, 4)),
     st.sampled_from([torch.float64, torch.bfloat16, torch.complex128]),
     st.sampled_from([None, "meta"]),
+    st.sampled_from([1, 24, 8 << 20]),
 )
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 def test_any_spec_from_any_degree_to_any(
-    tmp_path: Path, specs: list[ShardSpec], a: int, b: int, dtype: torch.dtype, device: str | None
+    specs: list[ShardSpec], degrees: tuple[int, int, int], dtype: torch.dtype, device: str | None, chunk: int
 ) -> None:
-    assume(all(fits(spec, n) for spec in specs for n in (a, b)))
-    path = tmp_path / "c"
-    run_ranks(Mesh({"tp": a}), lambda ctx: save(_Any(specs, dtype, None).state_dict(), path))
+    """Saved at one degree, rewritten offline for another, loaded at a third, and made whole. ``chunk``: bytes that are
+    made and written at once."""
+    assume(all(fits(spec, n) for spec in specs for n in degrees))
+    a, b, c = degrees
 
-    def read(ctx: ParallelContext) -> None:
-        model = _Any(specs, dtype, device)
-        with torch.no_grad():
-            for p in model.parameters():
-                p.fill_(-1)
-        load(path, model)
-        assert same(model.state_dict(), _Any(specs, dtype, None).state_dict())
+    def write(ctx: ParallelContext, path: Path) -> None:
+        state = _Any(specs, dtype, None).state_dict()
+        save({"model": state, "tied": state["p0"]}, path)
 
-    run_ranks(Mesh({"tp": b}), read)
+    def read(ctx: ParallelContext, path: Path) -> None:
+        model, want = _Any(specs, dtype, device), _Any(specs, dtype, None).state_dict()
+        for p in model.parameters():
+            p.detach().fill_(-1)
+        rest = load(path, model)
+        assert same(model.state_dict(), want)
+        assert same(rest, {"tied": want["p0"]})
+
+    with tempfile.TemporaryDirectory() as home, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stored, "CHUNK", chunk)
+        run_ranks(Mesh({"tp": a}), lambda ctx: write(ctx, Path(home, "a")))
+        reshard(Path(home, "a"), Path(home, "b"), b)
+        run_ranks(Mesh({"tp": c}), lambda ctx: read(ctx, Path(home, "b")))
+        consolidate(Path(home, "b"), Path(home, "whole"))
+        full = {f"p{i}": _counted(torch.empty(spec.shape, dtype=dtype)) for i, spec in enumerate(specs)}
+        if dtype != torch.complex128:  # which safetensors has no name for
+            assert same(values(Path(home, "whole")), full)
 
 
 def test_pipeline_ranks_have_directories_of_their_own(tmp_path: Path) -> None:
@@ -493,8 +510,8 @@ def test_version_1_is_read_at_any_degree(tp: int) -> None:
         assert rest["epoch"] == 3
         for (name, got), expected in zip(model.state_dict().items(), want.state_dict().values(), strict=True):
             torch.testing.assert_close(got, expected, **ROUNDED, msg=name)
-        for index, values in want_optimizer.state_dict()["state"].items():
-            for key, expected in values.items():
+        for index, of_parameter in want_optimizer.state_dict()["state"].items():
+            for key, expected in of_parameter.items():
                 got = optimizer.state_dict()["state"][index][key]
                 torch.testing.assert_close(got, expected, **ROUNDED, msg=f"{index} {key}")
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import subprocess
+import sys
+import zlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -221,3 +224,47 @@ def test_read_only_directory(tmp_path: Path) -> None:
             write(ctx, home / "c", 1)
 
     run_ranks(MESH, one)
+
+
+FULL = """
+import os, resource, sys
+import torch, tpcore
+from tpcore import checkpoint
+from tpcore.checkpoint.rewrite import consolidate
+from tpcore.checkpoint.rewrite import reshard
+tpcore.init(backend="cpu_gloo")
+os.fsync = lambda fd: None
+state = lambda v: {"model": {"w": torch.full((1000,), float(v))}, "n": v}
+checkpoint.save(state(1), "c")
+for limit in (0, 8, 100, 300, 1000, 4000, 4095):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    for run in (lambda: checkpoint.save(state(2), "c"), lambda: consolidate("c", "whole"),
+                lambda: reshard("c", "two", 2)):
+        try:
+            run()
+        except tpcore.CheckpointError as e:
+            assert "File too large" in str(e), e
+        else:
+            raise AssertionError(limit)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert os.listdir(".") == ["c"], os.listdir(".")
+    assert checkpoint.load("c")["n"] == 1
+"""
+
+
+@pytest.mark.slow
+def test_a_disk_that_takes_no_more(tmp_path: Path) -> None:
+    """RLIMIT_FSIZE, as a full disk: writes fail in the middle of a file, and the error is as clear."""
+    subprocess.run([sys.executable, "-c", FULL], cwd=tmp_path, check=True, timeout=100)
+
+
+@pytest.mark.parametrize("sizes", [(), (0,), (5, 0, 7), (10, 23, 1, 40)])
+def test_write_parts(sizes: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In chunks of all sizes, some of which have the disk begin early."""
+    monkeypatch.setattr(files, "CHUNK", 7)
+    monkeypatch.setattr(files, "_EARLY", 14)
+    parts = [bytes(range(size)) for size in sizes]
+    record, crcs = files.write_parts(str(tmp_path / "f"), ([part[:5], part[5:]] for part in parts))
+    assert (tmp_path / "f").read_bytes() == b"".join(parts)
+    assert record == (sum(sizes), f"{zlib.crc32(b''.join(parts)):08x}")
+    assert crcs == [f"{zlib.crc32(part):08x}" for part in parts]

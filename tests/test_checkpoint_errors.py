@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 import re
 import shutil
@@ -88,7 +87,8 @@ def test_missing_extra_and_misshapen(tmp_path: Path, mesh: Mesh) -> None:
     for message in refuses(path, lambda: Net(more=True), mesh):
         assert "'c.weight': the model has shape (2, 1), the checkpoint nothing" in message
     for message in refuses(path, lambda: Net(width=8), mesh):
-        assert "'a.weight': the checkpoint has shape (4, 3), the model (8, 3)" in message
+        of_rank = f", of which this rank holds ({8 // mesh.axes['tp']}, 3)"
+        assert f"'a.weight': the checkpoint has shape (4, 3), the model (8, 3){of_rank}" in message
         assert "'a.bias': the checkpoint has shape (4,), the model (8,)" in message
     for message in refuses(path, lambda: tpcore.ColumnParallelLinear(3, 4), mesh):
         assert "'a.weight'" in message
@@ -434,25 +434,6 @@ def test_a_reader_sees_its_tensors(tmp_path: Path) -> None:
 
     refit(path, "tp_rank_0/state.json", change)
     assert "'b.weight' is F32 [3, 2], on record float32 [3, 2, 1]" in refuses(path, mesh=Mesh({"tp": 1}))[0]
-
-
-@pytest.mark.parametrize(
-    ("entry", "length"),
-    [
-        ({"dtype": "F32", "shape": [4, 3], "data_offsets": [0, 400]}, None),
-        ({"dtype": "F32", "shape": [1 << 40, 1 << 40], "data_offsets": [0, 48]}, None),
-        ({"dtype": "F64", "shape": [4, 3], "data_offsets": [0, 48]}, None),
-        ({"dtype": "F999", "shape": [4, 3], "data_offsets": [0, 48]}, None),
-        ({"dtype": "F32", "shape": [4, 3], "data_offsets": [0, 48]}, 1 << 50),
-        ({"dtype": "F32", "shape": [4, 3], "data_offsets": [0, 48]}, 7),
-    ],
-)
-def test_headers_that_lie(entry: dict[str, Any], length: int | None, tmp_path: Path) -> None:
-    """About offsets, sizes and the header's own length; a header of 1 PB is not even read."""
-    head = json.dumps({"a.weight": entry}).encode()
-    path = tmp_path / "w.safetensors"
-    path.write_bytes((length or len(head)).to_bytes(8, "little") + head + bytes(48))
-    assert all(str(path) in m for m in refuses(path, sharded=False))
 
 
 @pytest.mark.parametrize(

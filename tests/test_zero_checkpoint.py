@@ -28,6 +28,7 @@ from tpcore.testing import run_ranks
 from tpcore.train.zero.chunk import ParameterChunk
 
 AdamW = torch.optim.AdamW
+FULL = plain_net().state_dict()
 
 
 def optimizer_of(net: nn.Module, zero: bool, **options: Any) -> torch.optim.Optimizer:
@@ -372,7 +373,7 @@ def test_a_checkpoint_of_an_earlier_version_with_sums_is_refused(
     ctx: ParallelContext, tmp_path: Path, kind: str
 ) -> None:
     """``load_state_dict`` of a plain optimizer would take any key, and never use this one."""
-    net = cut_net(plain_net().state_dict(), ctx)
+    net = cut_net(FULL, ctx)
     optimizer = AdamW(net.named_parameters(), lr=1e-2)
     for p in net.parameters():
         optimizer.state[p]["gradient"] = torch.ones_like(p)

@@ -96,3 +96,10 @@ def files_in(folder: Path) -> dict[str, bytes]:
     """Every file in it, but for locks."""
     files = {p.relative_to(folder).as_posix(): p for p in folder.rglob("*") if p.is_file()}
     return {name: p.read_bytes() for name, p in files.items() if not name.endswith(".lock")}
+
+
+def deep(levels: int) -> Any:
+    value: Any = 1
+    for _ in range(levels):
+        value = [value]
+    return value

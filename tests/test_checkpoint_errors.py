@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import edit, refit
+from checkpoints import deep, edit, refit
 from torch import nn
 
 import tpcore
@@ -293,6 +293,45 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], Any], str]] = {
 }
 
 
+def record(top: Any) -> Any:
+    return top["tensors"]["model.safetensors"]["b.weight"]
+
+
+def of_rank(change: Callable[[Any], object]) -> tuple[str, Callable[[Path], Any], str]:
+    """A change to the state of a rank, whose size and sum are right again."""
+    return STATE, lambda p: refit(p.parents[1], STATE, change), ""
+
+
+def by(value: Any) -> tuple[str, Callable[[Path], Any], str]:
+    """Another encoding of an entry."""
+    return of_rank(lambda top: top["state"].update(epoch=value))
+
+
+SPEC = {"shape": [3, 2], "dim": 0, "blocks": [[3, 0, 0]]}
+DAMAGE |= {
+    "unit": of_rank(lambda top: record(top).update(spec=SPEC)),
+    "blocks": of_rank(lambda top: record(top).update(spec=SPEC | {"blocks": [[0, 1, 0]] * 10**5})),
+    "infinite": of_rank(lambda top: record(top).update(shape=["1e400", 3])),
+    "another shape": (
+        MODEL,
+        lambda p: refit(p.parents[1], STATE, lambda top: record(top).update(shape=[3, 2, 1])),
+        "'b.weight' is F32 [3, 2], on record float32 [3, 2, 1]",
+    ),
+    "a dtype of a tensor": of_rank(lambda top: record(top).update(dtype="load")),
+    "no dict": of_rank(lambda top: top.update(state=[1])),
+    "deep": by(deep(900)),
+    "no items": by({"$": "tuple"}),
+    "items of one": by({"$": "dict", "items": [[1], 2]}),
+    "items a number": by({"$": "dict", "items": 7}),
+    "a dtype": by({"$": "dtype", "value": "load"}),
+    "key a list": by({"$": "dict", "items": [[[1], 2]]}),
+    "half a character": (MANIFEST, lambda p: edit(p, lambda d: d["files"].update({"\ud800": {}})), ""),
+    "written by": (MANIFEST, lambda p: edit(p, lambda d: d.update(written_by=[[1, 2, 3]])), ""),
+    "mesh": (MANIFEST, lambda p: edit(p, lambda d: d["mesh"].update(tp=10**8)), ""),
+    "mesh of pp": (MANIFEST, lambda p: edit(p, lambda d: d["mesh"].update(pp=10**8)), ""),
+}
+
+
 @pytest.mark.parametrize("damage", list(DAMAGE))
 def test_damage(damage: str, tmp_path: Path) -> None:
     """At this degree and at another, and on the ranks that did not meet it: tp rank 0's files are right."""
@@ -423,17 +462,6 @@ def test_tensor_is_not_lost(tmp_path: Path) -> None:
         save({"model": layer.state_dict()}, tmp_path / "c")
 
     assert all("model.weight has shape (1, 1), but" in m for m in errors_on_all_ranks(write))
-
-
-def test_a_reader_sees_its_tensors(tmp_path: Path) -> None:
-    """The names and shapes on record are held against the file."""
-    path = saved(tmp_path / "c", Mesh({"tp": 1}))
-
-    def change(data: Any) -> None:
-        data["tensors"]["model.safetensors"]["b.weight"]["shape"] = [3, 2, 1]
-
-    refit(path, "tp_rank_0/state.json", change)
-    assert "'b.weight' is F32 [3, 2], on record float32 [3, 2, 1]" in refuses(path, mesh=Mesh({"tp": 1}))[0]
 
 
 @pytest.mark.parametrize(

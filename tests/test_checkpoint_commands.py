@@ -85,14 +85,6 @@ def test_consolidate(tp: int, tmp_path: Path) -> None:
     assert all(torch.equal(found[name], want[name]) for name in found)
     assert run("diff", tmp_path / "c", tmp_path / "out") == "the same\n"
 
-    def reload(ctx: ParallelContext) -> None:
-        net = Net()
-        load(tmp_path / "out" / "model.safetensors", net, sharded=False)
-        for name, spec in tpcore.layers.shard_specs(net).items():
-            assert torch.equal(net.state_dict()[name], spec.shard(want[name], ctx.rank, 2)), name
-
-    run_ranks(Mesh({"tp": 2}), reload)
-
 
 def test_all_that_lies_beside_weights_in_a_folder_of_transformers_travels(tmp_path: Path) -> None:
     """A checkpoint in a run's folder, as a Trainer leaves it: the tokenizer keeps its special tokens."""

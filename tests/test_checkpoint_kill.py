@@ -11,7 +11,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from killing import killed, state
+from killing import killed, state, version
 from rank_pool import RankPool
 from tiers import tiers
 
@@ -31,21 +31,6 @@ def stops(steps: int, way: int, each: bool) -> list[int]:
     """At which steps to kill."""
     stride = 1 if each else max(2, steps // 2)
     return sorted({1, steps - 2, steps, *range(2 + way % stride, steps, stride)})
-
-
-def versions(path: Path) -> int:
-    """The version that is there, all of it the same, on all ranks."""
-    found: list[int] = []
-
-    def read(ctx: ParallelContext) -> None:
-        there = load(path)
-        assert float(there["model"]["w"].sum()) == 3 * there["n"]
-        assert there["more"]["v"].tolist() == [ctx.rank, there["n"]]
-        found.append(there["n"])
-
-    run_ranks(Mesh({"tp": TP}), read)
-    assert len(set(found)) == 1
-    return found[0]
 
 
 def prepared(home: Path, old: Path, how: str) -> None:
@@ -73,7 +58,7 @@ def test_killed_at_a_step(
     home, seen = tmp_path / "home", set()
     prepared(home, tmp_path / "old", how)
     steps = pool.run(mesh, killed, str(home), how, victim, 0)[victim]
-    assert versions(home / "c") == 2
+    assert version(home / "c") == 2
     assert os.listdir(home) == ["c"]
     assert steps > (25 if victim == 0 else 6)
     for stop in stops(steps, WAYS.index(how), each):
@@ -84,12 +69,12 @@ def test_killed_at_a_step(
             continue
         assert isinstance(outcomes[victim].error, PeerLostError)  # and nobody waits for it
         try:
-            seen.add(versions(home / "c"))
+            seen.add(version(home / "c"))
         except CheckpointError:
             assert how == "first"  # where nothing was before there may be nothing, but not half of it
             assert not (home / "c").exists()
     pool.run(mesh, killed, str(home), how, victim, 0)
-    assert versions(home / "c") == 2
+    assert version(home / "c") == 2
     assert os.listdir(home) == ["c"]
     if victim == 0:  # rank 0 puts it in place
         assert seen == ({2} if how == "first" else {1, 2})
@@ -120,9 +105,9 @@ def test_a_rank_dies_in_a_save(pool: RankPool, tmp_path: Path) -> None:
     pool.run(MESH, _save, str(path), 5)
     for outcome in pool.outcomes(MESH, _save_and_die, str(path)):
         assert isinstance(outcome.error, PeerLostError)  # and not CollectiveTimeoutError
-    assert versions(path) == 5
+    assert version(path) == 5
     pool.run(MESH, _save, str(path), 7)
-    assert versions(path) == 7
+    assert version(path) == 7
     assert os.listdir(tmp_path) == ["c"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from copy import copy
@@ -13,21 +14,54 @@ from typing import Any
 from ...errors import CheckpointError
 from ...layout.layout import Layout
 from ...layout.mesh import Mesh
-from ..manifest import Checkpoint
-from ..storage.files import MANIFEST
+from ...layout.shard import ShardSpec
+from ..manifest import STATE, Manifest, check_format, rank_dir
+from ..storage.files import MANIFEST, PREFIX, crc32_text, damage, loads, naming, read_file
 from ..storage.publish import resolve
-from ..storage.tensorfile import FileTensor
-from ..stored import Stored
-from ..tree import Leaf, Path, dotted, filled, is_nested, is_optimizer, leaves, parameter_names
+from ..storage.tensorfile import FileTensor, TensorFile, dtype_of
+from ..stored import Cut, Stored
+from ..tree import Leaf, Path, decode, dotted, filled, is_nested, is_optimizer, leaves, merged, parameter_names
 from .source import Cuts, Fill, Form, OfParameter, Reading, Source, Stage, State
 
 
-class Native(Checkpoint, Source):
+class Native(Source):
+    """A directory with a valid manifest. Files are opened at first use and closed with ``stack``."""
+
     form = "tpcore checkpoint"
 
     def __init__(self, path: str, how: Reading, stack: ExitStack) -> None:
-        super().__init__(path, stack)
-        self.save_id, self.model_key = self.manifest.save_id, how.model_key
+        self.path, self.model_key, self.stack = os.path.realpath(path), how.model_key, stack
+        manifest = os.path.join(self.path, MANIFEST)
+        with naming("list", self.path):
+            names = os.listdir(self.path)
+        self.manifest = Manifest.from_json(read_file(manifest), manifest)
+        here, listed = {name for name in names if name.startswith(PREFIX)}, set(self.manifest.rank_dirs)
+        for surplus in sorted(here - listed):
+            raise CheckpointError(f"{os.path.join(self.path, surplus)} is of no rank that {manifest} lists")
+        for missing in sorted(listed - here):
+            raise CheckpointError(f"{os.path.join(self.path, missing)} is missing")
+        (self.tp, self.pp), self.save_id = self.manifest.degrees, self.manifest.save_id
+        self._ranks: dict[tuple[int, int], RankState] = {}
+
+    def rank(self, tp_rank: int, pp_rank: int = 0) -> RankState:
+        at = tp_rank, pp_rank
+        if at not in self._ranks:
+            self._ranks[at] = RankState(self, rank_dir(tp_rank, pp_rank, self.pp))
+        return self._ranks[at]
+
+    def file(self, name: str) -> str:
+        """Path of a file. CheckpointError if the manifest does not list it, or lists another size."""
+        path = os.path.join(self.path, *name.split("/"))
+        record = self.manifest.files.get(name)
+        if record is None:
+            raise CheckpointError(f"{path} is not listed in {os.path.join(self.path, MANIFEST)}")
+        if os.path.realpath(path) != path:
+            raise CheckpointError(f"{path} is a link: a checkpoint's files lie in its directory")
+        with naming("open", path):
+            size = os.stat(path).st_size
+        if size != record.size:
+            raise CheckpointError(f"{path} has {size} bytes, not {record.size} as written: truncated or replaced")
+        return path
 
     def stage(self, pp_rank: int, own: int | None, cuts: Cuts) -> NativeStage:
         return NativeStage(self, pp_rank, own)
@@ -43,6 +77,56 @@ class Native(Checkpoint, Source):
         stage = NativeStage(self, 0, None, range(self.pp))
         stage.merge(names)
         return stage
+
+
+class RankState:
+    """One rank's directory: its encoded state and its tensors."""
+
+    def __init__(self, checkpoint: Native, name: str) -> None:
+        self._checkpoint, self._name = checkpoint, name
+        self.path = checkpoint.file(f"{name}/{STATE}")
+        self._files: dict[str, TensorFile] = {}
+        data = read_file(self.path)
+        if checkpoint.manifest.files[f"{name}/{STATE}"].crc32 != crc32_text(zlib.crc32(data)):
+            raise CheckpointError(f"{self.path} is damaged, or of another save: {MANIFEST} has another checksum")
+        top = loads(data, self.path, halves=True)
+        check_format(top, self.path)
+        self._check_save(top.get("save_id"), top.get("rank"), self.path)
+        with damage(self.path):
+            tree, self._records = top["state"], top["tensors"]
+        try:  # here, where the file is known
+            self.state = decode(tree)
+        except CheckpointError as e:
+            raise CheckpointError(f"{self.path}: {e}") from e
+        if not isinstance(self.state, dict):
+            raise CheckpointError(f"{self.path}: a dict is missing where a checkpoint has one")
+
+    def _check_save(self, save_id: Any, rank: Any, path: str) -> None:
+        if save_id != self._checkpoint.manifest.save_id:
+            raise CheckpointError(f"{path} is of another save than {MANIFEST}: {save_id}")
+        if rank != self._name:
+            raise CheckpointError(f"{path} is of the directory {rank}")
+
+    def _open(self, file: str) -> TensorFile:
+        if file not in self._files:
+            opened = TensorFile(self._checkpoint.file(f"{self._name}/{file}"))
+            self._checkpoint.stack.callback(opened.close)
+            self._check_save(opened.metadata.get("save_id"), opened.metadata.get("rank"), opened.path)
+            self._files[file] = opened
+        return self._files[file]
+
+    def tensor(self, leaf: Leaf) -> tuple[FileTensor, Cut]:
+        file, name = leaf.file, leaf.name
+        with damage(f"{self.path}: the record of {name!r} in {file}"):
+            record = self._records[file].get(name)
+            if record is None:
+                raise CheckpointError(f"{self.path} has no tensor {name!r} of {file}")
+            dtype, shape, crc32 = dtype_of(record["dtype"]), tuple(map(int, record["shape"])), str(record["crc32"])
+            cut: Cut = record["spec"]
+            if isinstance(cut, dict):
+                # version 1 does not record the axis, which is always tp
+                cut = Layout.of(ShardSpec.from_json(cut), *record.get("axes", ("tp",)))
+        return self._open(file).recorded(name, dtype, shape, crc32), cut
 
 
 class NativeStage(Stage):
@@ -187,31 +271,3 @@ def _tensors(value: Any, path: Path = ()) -> Iterator[tuple[Path, Stored]]:
 
 def _filled(value: Any, fill: Fill) -> Any:
     return filled(value, Stored, lambda stored, _: fill(stored))
-
-
-def merged(stages: Sequence[dict[str, Any]], names: Sequence[str] | None) -> dict[str, Any] | None:
-    """One optimizer's state of the stages', for the parameters ``names`` in order; None if a stage has no names."""
-    groups = [optimizer["param_groups"] for optimizer in stages]
-    if len({len(g) for g in groups}) > 1 or not all(_named(group) for g in groups for group in g):
-        return None
-    state: dict[int, Any] = {}
-    merged_groups: list[dict[str, Any]] = []
-    number = 0
-    for group_of_stages in zip(*groups, strict=True):
-        members: dict[str, tuple[int, int]] = {}  # the first stage wins for a parameter of several stages
-        for stage, group in enumerate(group_of_stages):
-            for name, index in zip(group["param_names"], group["params"], strict=True):
-                members.setdefault(name, (stage, index))
-        wanted = [name for name in (members if names is None else names) if name in members]
-        for at, name in enumerate(wanted, number):
-            stage, index = members[name]
-            if index in stages[stage]["state"]:
-                state[at] = stages[stage]["state"][index]
-        numbers = list(range(number, number + len(wanted)))
-        merged_groups.append({**group_of_stages[0], "params": numbers, "param_names": wanted})
-        number += len(wanted)
-    return {**stages[0], "state": state, "param_groups": merged_groups}
-
-
-def _named(group: Any) -> bool:
-    return isinstance(group, dict) and len(group.get("param_names") or ()) == len(group["params"])

@@ -61,7 +61,11 @@ class Loading:
         by_name |= {name: cut for name, cut in zip(names or (), parameters, strict=False) if cut is not None}
         if model is not None and names is None:
             names = [name for name, _ in model.named_parameters()]
-        stage = self._stage(model, names)
+        cuts = _cuts_of(model)
+        if self._restaged:
+            stage = self._source.entries_of_all(cuts, names)
+        else:
+            stage = self._source.stage(self._pp_rank, self._own, cuts)
         recut = model is None and optimizer is not None and self._own is None and not self._restaged
         if recut and (states := stage.states()) is not None:
             self._rest = stage.entries(self._fill, stage.bound() if self._sharded else ())
@@ -87,11 +91,6 @@ class Loading:
         self._rest = stage.entries(self._fill, bound, model=model is None)
         if self._fit is not None:
             self._fit.verify()
-
-    def _stage(self, model: nn.Module | None, names: Sequence[str] | None) -> Stage:
-        if self._restaged:
-            return self._source.entries_of_all(_cuts_of(model), names)
-        return self._source.stage(self._pp_rank, self._own, _cuts_of(model))
 
     def _saved(self, model: nn.Module, stage: Stage) -> Mapping[str, Any]:
         """The saved state for this model: of its stage, or of all stages if that lacks some of its names."""

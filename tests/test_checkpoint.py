@@ -318,25 +318,6 @@ def test_resharded_and_saved_again(tmp_path: Path) -> None:
             assert same(a, b)
 
 
-def test_another_cut_of_the_same_tensor(tmp_path: Path) -> None:
-    def write(ctx: ParallelContext) -> Tensor:
-        torch.manual_seed(0)
-        layer = tpcore.ColumnParallelLinear(12, 12, bias=False)
-        save(layer.state_dict(), tmp_path / "c")
-        return layer.weight.detach()
-
-    full = torch.cat(run_ranks(Mesh({"tp": 2}), write))
-
-    def read(ctx: ParallelContext) -> None:
-        for layer in (tpcore.RowParallelLinear(12, 12, bias=False), nn.Linear(12, 12, bias=False)):
-            load(tmp_path / "c", layer)
-            spec = tpcore.layers.shard_specs(layer)["weight"]
-            assert torch.equal(layer.weight.detach(), spec.shard(full, ctx.coord("tp"), ctx.mesh.axes["tp"]))
-
-    for n in (1, 2, 4):
-        run_ranks(Mesh({"tp": n}), read)
-
-
 @pytest.mark.parametrize(("a", "b"), [(2, 1), (1, 2)])
 def test_optimizer_without_names(a: int, b: int, tmp_path: Path) -> None:
     """Its moments are of unknown cut: as they were at the same degree, an error at another, and a warning

@@ -45,11 +45,8 @@ class Inspected(NamedTuple):
 def inspect(path: StrPath, *, rules: Sequence[CutRule] = (), how: Reading | None = None) -> Inspected:
     """The tensors in a checkpoint of any form. For tpcore's own form, including other entries' tensors."""
     with opened(path, how or Reading(), rules) as source:
-        if isinstance(source, Native):
-            rows = [_row(name, stored) for name, stored in source.tensors()]
-        else:
-            rows = [_row(name, stored) for name, stored in tensors_of(source, rules).items()]
-        return Inspected(source.path, source.form, source.tp, source.pp, rows)
+        found = source.tensors() if isinstance(source, Native) else tensors_of(source, rules).items()
+        return Inspected(source.path, source.form, source.tp, source.pp, [_row(*named) for named in found])
 
 
 def _row(name: str, stored: Stored) -> TensorRow:

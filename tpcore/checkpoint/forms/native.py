@@ -63,8 +63,10 @@ class Native(Source):
             raise CheckpointError(f"{path} has {size} bytes, not {record.size} as written: truncated or replaced")
         return path
 
-    def stage(self, pp_rank: int, own: int | None, cuts: Cuts) -> NativeStage:
-        return NativeStage(self, pp_rank, own)
+    def stage(
+        self, pp_rank: int | None, own: int | None, cuts: Cuts, names: Sequence[str] | None = None
+    ) -> NativeStage:
+        return NativeStage(self, pp_rank, own, names)
 
     def tensors(self) -> Iterator[tuple[str, Stored]]:
         """All that ``tpcore checkpoint inspect`` lists: those of other entries than the model too."""
@@ -72,11 +74,6 @@ class Native(Source):
             stage = NativeStage(self, pp_rank, 0 if self.tp == 1 else None)
             for key in stage.state:
                 yield from ((dotted(path), stored) for path, stored in _tensors(stage.entry(key), (key,)))
-
-    def entries_of_all(self, cuts: Cuts, names: Sequence[str] | None = None) -> Stage:
-        stage = NativeStage(self, 0, None, range(self.pp))
-        stage.merge(names)
-        return stage
 
 
 class RankState:
@@ -130,21 +127,20 @@ class RankState:
 
 
 class NativeStage(Stage):
-    """One stage. At another degree, the first rank's entries represent those of all ranks, and of all stages ``alike``.
-    ``state``: the decoded state, with a Leaf for each tensor."""
+    """One stage. At another degree, the first rank's entries represent those of all ranks, and of all stages if
+    ``pp_rank`` is None. ``state``: the decoded state, with a Leaf for each tensor."""
 
-    def __init__(self, checkpoint: Native, pp_rank: int, own: int | None, alike: Sequence[int] = ()) -> None:
-        self._checkpoint, self._pp_rank, self._own = checkpoint, pp_rank, own
-        self._alike = alike or (pp_rank,)
-        self.state = checkpoint.rank(own or 0, pp_rank).state
+    def __init__(
+        self, checkpoint: Native, pp_rank: int | None, own: int | None, names: Sequence[str] | None = None
+    ) -> None:
+        self._checkpoint, self._pp_rank, self._own = checkpoint, pp_rank or 0, own
+        self._alike: Sequence[int] = range(checkpoint.pp) if pp_rank is None else (pp_rank,)
+        self.state = checkpoint.rank(own or 0, pp_rank or 0).state
         self._stored: dict[tuple[int, Leaf], Stored] = {}  # one object per stored tensor, also if tied
         self._entries: dict[Any, Any] = {}
-        self._merged: set[Any] = set()  # keys of optimizers of all stages
-
-    def merge(self, names: Sequence[str] | None) -> None:
-        """Merge the optimizers' state from all stages. ``names``: the wanted parameters; None: all."""
-        for key in self.state:
-            if all(is_optimizer(self._checkpoint.rank(0, stage).state.get(key)) for stage in self._alike):
+        self._merged: set[Any] = set()  # keys of optimizers, whose states of all stages are put together
+        for key in self.state if pp_rank is None else ():
+            if all(is_optimizer(checkpoint.rank(0, stage).state.get(key)) for stage in self._alike):
                 one = merged([self._of_stage(key, stage) for stage in self._alike], names)
                 if one is not None:
                     self._entries[key] = one

@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import values
+from checkpoints import edit, values
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 from test_shard import DEGREES, fits, specs
 from torch import Tensor, nn
+from worlds import each_rank
 
 import tpcore
 from tpcore.checkpoint import load, save, stored
@@ -188,45 +189,39 @@ def test_names_that_collide_stay_apart(tmp_path: Path) -> None:
     assert all(f.parent == tmp_path / "c/tp_rank_0" for f in tmp_path.rglob("*.safetensors"))
 
 
-def test_a_flat_model_state(tmp_path: Path) -> None:
-    def check(ctx: ParallelContext) -> None:
-        model = net()
-        save(model.state_dict(), tmp_path / "c")
-        back = load(tmp_path / "c")
-        assert same(back, model.state_dict())
-        assert back._metadata == model.state_dict()._metadata  # type: ignore[attr-defined]
-        other = net(seed=1)
-        assert load(tmp_path / "c", other) == {}
-        assert same(other.state_dict(), model.state_dict())
-
-    run_ranks(Mesh({"tp": 2}), check)
+@each_rank(tp=2)
+def test_a_flat_model_state(ctx: ParallelContext, tmp_path: Path) -> None:
+    model = net()
+    save(model.state_dict(), tmp_path / "c")
+    back = load(tmp_path / "c")
+    assert same(back, model.state_dict())
+    assert back._metadata == model.state_dict()._metadata  # type: ignore[attr-defined]
+    other = net(seed=1)
+    assert load(tmp_path / "c", other) == {}
+    assert same(other.state_dict(), model.state_dict())
 
 
-def test_arguments_that_would_be_ignored(tmp_path: Path) -> None:
-    def check(ctx: ParallelContext) -> None:
-        for bad in ({"save_xser": True}, {"keep_last": 0}, {"async_save": True, "save_serially": True}):
-            with pytest.raises(ValueError, match=next(iter(bad))):
-                nxd.save({}, tmp_path / "c", **bad)
-        for bad in ({"master_dp_only": False}, {"weights_only": False}, {"sharded": False}):
-            with pytest.raises(ValueError, match=next(iter(bad))):
-                nxd.load(tmp_path / "c", **bad)
-        with pytest.raises(TypeError, match="both"):
-            nxd.save({}, tmp_path / "c", output_dir=tmp_path / "c")
-        with pytest.raises(TypeError, match="neither"):
-            nxd.load()
-
-    run_ranks(Mesh({"tp": 1}), check)
+@each_rank(tp=1)
+def test_arguments_that_would_be_ignored(ctx: ParallelContext, tmp_path: Path) -> None:
+    for bad in ({"save_xser": True}, {"keep_last": 0}, {"async_save": True, "save_serially": True}):
+        with pytest.raises(ValueError, match=next(iter(bad))):
+            nxd.save({}, tmp_path / "c", **bad)
+    for bad in ({"master_dp_only": False}, {"weights_only": False}, {"sharded": False}):
+        with pytest.raises(ValueError, match=next(iter(bad))):
+            nxd.load(tmp_path / "c", **bad)
+    with pytest.raises(TypeError, match="both"):
+        nxd.save({}, tmp_path / "c", output_dir=tmp_path / "c")
+    with pytest.raises(TypeError, match="neither"):
+        nxd.load()
     assert os.listdir(tmp_path) == []
 
 
-def test_down_cast(tmp_path: Path) -> None:
-    def check(ctx: ParallelContext) -> None:
-        state = {"x": {"w": torch.randn(4), "step": torch.tensor(1001.0), "d": torch.randn(2).double()}}
-        save(state, tmp_path / "c", down_cast_bf16=True)
-        x = load(tmp_path / "c")["x"]
-        assert same(x, state["x"] | {"w": state["x"]["w"].bfloat16()})
-
-    run_ranks(Mesh({"tp": 1}), check)
+@each_rank(tp=1)
+def test_down_cast(ctx: ParallelContext, tmp_path: Path) -> None:
+    state = {"x": {"w": torch.randn(4), "step": torch.tensor(1001.0), "d": torch.randn(2).double()}}
+    save(state, tmp_path / "c", down_cast_bf16=True)
+    x = load(tmp_path / "c")["x"]
+    assert same(x, state["x"] | {"w": state["x"]["w"].bfloat16()})
 
 
 # -- the files ----------------------------------------------------------------------------------------------
@@ -475,38 +470,28 @@ def written(ctx: ParallelContext) -> tuple[OldNet, torch.optim.Optimizer]:
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
-def test_version_1_is_read_at_any_degree(tp: int) -> None:
-    def rank(ctx: ParallelContext) -> None:
-        want, want_optimizer = written(ctx)
-        model = OldNet()
-        optimizer = torch.optim.AdamW(model.named_parameters(), lr=0.1)
-        rest = load(OLD, model)
-        optimizer.load_state_dict(rest["optimizer"])
-        assert rest["epoch"] == 3
-        for (name, got), expected in zip(model.state_dict().items(), want.state_dict().values(), strict=True):
-            torch.testing.assert_close(got, expected, **ROUNDED, msg=name)
-        for index, of_parameter in want_optimizer.state_dict()["state"].items():
-            for key, expected in of_parameter.items():
-                got = optimizer.state_dict()["state"][index][key]
-                torch.testing.assert_close(got, expected, **ROUNDED, msg=f"{index} {key}")
-
-    run_ranks(Mesh({"pp": 1, "dp": 1, "tp": tp}), rank)
+@each_rank(pp=1, dp=1, tp="tp")
+def test_version_1_is_read_at_any_degree(ctx: ParallelContext, tp: int) -> None:
+    want, want_optimizer = written(ctx)
+    model = OldNet()
+    optimizer = torch.optim.AdamW(model.named_parameters(), lr=0.1)
+    rest = load(OLD, model)
+    optimizer.load_state_dict(rest["optimizer"])
+    assert rest["epoch"] == 3
+    for (name, got), expected in zip(model.state_dict().items(), want.state_dict().values(), strict=True):
+        torch.testing.assert_close(got, expected, **ROUNDED, msg=name)
+    for index, of_parameter in want_optimizer.state_dict()["state"].items():
+        for key, expected in of_parameter.items():
+            got = optimizer.state_dict()["state"][index][key]
+            torch.testing.assert_close(got, expected, **ROUNDED, msg=f"{index} {key}")
 
 
-def test_a_checkpoint_of_a_newer_version_is_the_latest_and_refused(tmp_path: Path) -> None:
+@each_rank(dp=1, tp=1)
+def test_a_checkpoint_of_a_newer_version_is_the_latest_and_refused(ctx: ParallelContext, tmp_path: Path) -> None:
     """An older one in its place would lose steps in silence."""
-
-    def rank(ctx: ParallelContext) -> None:
-        for step in (1, 2):
-            save({"model": {"p": torch.ones(2)}}, tmp_path / f"step_{step}")
-
-    run_ranks(Mesh({"dp": 1, "tp": 1}), rank)
-    manifest = tmp_path / "step_2" / "manifest.json"
-    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "version": 99}))
-
-    def refused(ctx: ParallelContext) -> None:
-        assert str(tpcore.checkpoint.latest(tmp_path)) == str(tmp_path / "step_2")
-        with pytest.raises(CheckpointError, match="version 99"):
-            load(tmp_path / "step_2")
-
-    run_ranks(Mesh({"dp": 1, "tp": 1}), refused)
+    for step in (1, 2):
+        save({"model": {"p": torch.ones(2)}}, tmp_path / f"step_{step}")
+    edit(tmp_path / "step_2" / "manifest.json", lambda top: top.update(version=99))
+    assert tpcore.checkpoint.latest(tmp_path) == str(tmp_path / "step_2")
+    with pytest.raises(CheckpointError, match="version 99"):
+        load(tmp_path / "step_2")

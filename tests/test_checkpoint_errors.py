@@ -17,6 +17,7 @@ import pytest
 import torch
 from checkpoints import deep, edit, refit
 from torch import nn
+from worlds import each_rank
 
 import tpcore
 from tpcore.checkpoint import load, save
@@ -190,7 +191,8 @@ def test_no_model_in_it(tmp_path: Path) -> None:
     run_ranks(Mesh({"tp": 1}), lambda ctx: load(tmp_path / "c", Net(), model_key="net"))
 
 
-def test_extra_state_and_hooks(tmp_path: Path) -> None:
+@each_rank(tp=2)
+def test_extra_state_and_hooks(ctx: ParallelContext, tmp_path: Path) -> None:
     """What is in a state_dict and is no parameter goes through the module's own loading."""
 
     class Odd(nn.Module):
@@ -213,14 +215,11 @@ def test_extra_state_and_hooks(tmp_path: Path) -> None:
             self.made_up = float(state_dict.pop(prefix + "made_up"))
             super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def check(ctx: ParallelContext) -> None:
-        save({"model": Odd((1, 2, 3)).state_dict()}, tmp_path / "c")
-        model = Odd(())
-        load(tmp_path / "c", model)
-        assert model.seen == ((1, 2, 3), 1.5)
-        assert model.made_up == 3.0
-
-    run_ranks(Mesh({"tp": 2}), check)
+    save({"model": Odd((1, 2, 3)).state_dict()}, tmp_path / "c")
+    model = Odd(())
+    load(tmp_path / "c", model)
+    assert model.seen == ((1, 2, 3), 1.5)
+    assert model.made_up == 3.0
 
 
 class _Scaled(nn.Module):
@@ -233,23 +232,21 @@ class _Scaled(nn.Module):
         return self.linear(x) + torch.empty_like(self.scale, device=x.device)  # as transformers' masks do
 
 
-def test_a_module_whose_buffer_stays_on_meta_does_not_compute(tmp_path: Path) -> None:
-    def check(ctx: ParallelContext) -> None:
-        save(_Scaled().state_dict(), tmp_path / "c")
-        with torch.device("meta"):
-            inner = _Scaled()
-        model = nn.Sequential(inner.requires_grad_(False))
-        with pytest.warns(UserWarning, match="(?s)still on meta.*'scale'"):
-            load(tmp_path / "c", inner)
-        assert not inner.linear.weight.requires_grad
-        for one in (model, copy.deepcopy(model)):
-            with pytest.raises(ValueError, match=r"_Scaled\.scale has no values: on meta since"):
-                one(torch.zeros(1, 2))
-            one[0].scale = torch.ones(2)
+@each_rank(tp=1)
+def test_a_module_whose_buffer_stays_on_meta_does_not_compute(ctx: ParallelContext, tmp_path: Path) -> None:
+    save(_Scaled().state_dict(), tmp_path / "c")
+    with torch.device("meta"):
+        inner = _Scaled()
+    model = nn.Sequential(inner.requires_grad_(False))
+    with pytest.warns(UserWarning, match="(?s)still on meta.*'scale'"):
+        load(tmp_path / "c", inner)
+    assert not inner.linear.weight.requires_grad
+    for one in (model, copy.deepcopy(model)):
+        with pytest.raises(ValueError, match=r"_Scaled\.scale has no values: on meta since"):
             one(torch.zeros(1, 2))
-            assert not one[0]._forward_pre_hooks
-
-    run_ranks(Mesh({"tp": 1}), check)
+        one[0].scale = torch.ones(2)
+        one(torch.zeros(1, 2))
+        assert not one[0]._forward_pre_hooks
 
 
 # -- what is damaged ----------------------------------------------------------------------------------------

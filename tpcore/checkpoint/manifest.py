@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import CheckpointError
-from .storage.files import PREFIX, FileRecord, damage, dumps, loads, naming, sync_dir
-from .storage.publish import format_of, resolve
+from .storage.files import PREFIX, FileRecord, damage, dumps, format_of, loads, naming, sync_dir
+from .storage.publish import resolve
 
 FORMAT = "tpcore.checkpoint"
 VERSION = 2

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO
 
 from ...errors import CheckpointError
-from .files import CANNOT, MANIFEST, PREFIX, loads, make_dirs, naming, read_file, sync_dir
+from .files import CANNOT, MANIFEST, PREFIX, format_of, make_dirs, naming, sync_dir
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # <fcntl.h> and <linux/fs.h>
 _CANNOT_LINK = {*CANNOT, errno.EPERM, errno.EMLINK, errno.EXDEV}
@@ -115,13 +115,6 @@ def link(source: str, target: str) -> None:
         shutil.copyfile(source, target)
         with open(target, "rb") as f:
             os.fsync(f.fileno())
-
-
-def format_of(folder: str) -> object:
-    """The format that the manifest in ``folder`` names, if any. CheckpointError if it cannot be read."""
-    path = os.path.join(folder, MANIFEST)
-    top = loads(read_file(path), path)
-    return top.get("format") if isinstance(top, dict) else None
 
 
 def _refuse_inside(target: str) -> None:

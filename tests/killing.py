@@ -1,4 +1,4 @@
-"""A save that kills its process at one of its steps. Imports no pytest: a new process is made for each."""
+"""A save that kills its process at one of its steps, and what is there then. Imports no pytest: processes import it."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from tpcore.checkpoint import save, wait
+from tpcore.checkpoint import load, save, wait
 from tpcore.checkpoint.storage import files
 from tpcore.checkpoint.storage import publish as staging
 from tpcore.checkpoint.write import background
+from tpcore.layout.mesh import Mesh
 from tpcore.runtime.context import ParallelContext
+from tpcore.testing import run_ranks
 
 EVENTS = ("open", "os.mkdir", "os.rename", "os.link", "os.remove", "os.rmdir", "fcntl.flock", "ctypes.dlsym")
 
@@ -74,6 +77,19 @@ class Counted:
 def state(ctx: ParallelContext, version: int) -> dict[str, Any]:
     rank = torch.tensor([ctx.rank, version])
     return {"model": {"w": torch.full((3,), float(version))}, "more": {"v": rank}, "n": version}
+
+
+def version(path: Path) -> int:
+    """The version that is there, all of it the same, on both ranks."""
+
+    def read(ctx: ParallelContext) -> int:
+        there = load(path)
+        assert float(there["model"]["w"].sum()) == 3 * there["n"]
+        assert there["more"]["v"].tolist() == [ctx.rank, there["n"]]
+        return int(there["n"])
+
+    (found,) = set(run_ranks(Mesh({"tp": 2}), read))
+    return found
 
 
 def killed(ctx: ParallelContext, home: str, how: str, victim: int, stop: int) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from worlds import each_rank
 
 import tpcore
 from tpcore.checkpoint import load, save, wait
@@ -158,12 +159,10 @@ def test_a_rank_that_falls_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert os.listdir(tmp_path) == []
 
 
-def test_ranks_that_save_in_different_ways_all_say_so(tmp_path: Path) -> None:
-    def one(ctx: ParallelContext) -> None:
-        with pytest.raises(ValueError, match=r"rank 0 with async_save=False.* rank 1 with async_save=True"):
-            save({"model": {"w": torch.ones(3)}}, tmp_path / "c", async_save=ctx.rank == 1)
-
-    run_ranks(Mesh({"tp": 2}), one)
+@each_rank(tp=2)
+def test_ranks_that_save_in_different_ways_all_say_so(ctx: ParallelContext, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"rank 0 with async_save=False.* rank 1 with async_save=True"):
+        save({"model": {"w": torch.ones(3)}}, tmp_path / "c", async_save=ctx.rank == 1)
     assert os.listdir(tmp_path) == []
 
 
@@ -193,11 +192,11 @@ def test_keep_last(tmp_path: Path) -> None:
     for name in ("step_0", "other_1", "step_x"):
         (tmp_path / name).mkdir()
 
-    def one(ctx: ParallelContext, step: int) -> None:
-        save({"n": step}, tmp_path / f"step_{step}", keep_last=2)
+    def one(ctx: ParallelContext) -> None:
+        for step in (8, 9, 30, 10, 11):
+            save({"n": step}, tmp_path / f"step_{step}", keep_last=2)
 
-    for step in (8, 9, 30, 10, 11):
-        run_ranks(MESH, lambda ctx: one(ctx, step))  # noqa: B023
+    run_ranks(MESH, one)
     kept = {"step_0", "other_1", "step_x", "step_10", "step_11", "step_30"}
     assert set(os.listdir(tmp_path)) == kept
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -84,14 +83,6 @@ def test_consolidate(tp: int, tmp_path: Path) -> None:
     assert found.keys() == want.keys() - {"head.weight"}  # once: it is tied
     assert all(torch.equal(found[name], want[name]) for name in found)
     assert run("diff", tmp_path / "c", tmp_path / "out") == "the same\n"
-
-    def reload(ctx: ParallelContext) -> None:
-        net = Net()
-        load(tmp_path / "out" / "model.safetensors", net, sharded=False)
-        for name, spec in tpcore.layers.shard_specs(net).items():
-            assert torch.equal(net.state_dict()[name], spec.shard(want[name], ctx.rank, 2)), name
-
-    run_ranks(Mesh({"tp": 2}), reload)
 
 
 def test_all_that_lies_beside_weights_in_a_folder_of_transformers_travels(tmp_path: Path) -> None:
@@ -279,35 +270,6 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     assert "c is a checkpoint: give another" in run("consolidate", tmp_path / "c", tmp_path / "c", status=2)
     assert sorted(os.listdir(tmp_path / "c")) == held
     assert sorted(os.listdir(tmp_path)) == ["c", "other", "out", "precious"]
-
-
-def test_transformers_opens_it(tmp_path: Path) -> None:
-    """The same logits as the whole model; its bias, which a plain module registers too, is cut on record."""
-    transformers = pytest.importorskip("transformers")
-    sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-    from bert_model import bert_config, shard_bert
-
-    torch.manual_seed(0)
-    config = bert_config("tiny", vocab_size=101, max_seq_length=16, dropout=0.0)
-    whole = transformers.BertForPreTraining(config).eval()
-    with torch.no_grad():
-        whole.cls.predictions.bias.normal_()
-    ids = torch.arange(12).view(2, 6) + 5
-    want = whole(ids).prediction_logits
-    values = {name: t.clone() for name, t in whole.state_dict().items()}
-
-    def one(ctx: ParallelContext) -> None:
-        model = transformers.BertForPreTraining(config)
-        model.load_state_dict(values)
-        save({"model": shard_bert(model).state_dict()}, tmp_path / "shards" / "c")
-
-    run_ranks(Mesh({"tp": 2}), one)
-    config.save_pretrained(tmp_path / "shards")
-    run("consolidate", tmp_path / "shards" / "c", tmp_path / "hf")
-    assert sorted(os.listdir(tmp_path / "hf")) == ["config.json", "model.safetensors"]
-    again, info = transformers.BertForPreTraining.from_pretrained(tmp_path / "hf", output_loading_info=True)
-    assert not info["missing_keys"]
-    assert torch.equal(again.eval()(ids).prediction_logits, want)
 
 
 @pytest.mark.parametrize(

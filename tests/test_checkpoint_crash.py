@@ -1,22 +1,28 @@
-"""A save that fails or dies at any of its steps leaves the previous checkpoint or the new one, whole."""
+"""A save that fails or dies at any of its steps leaves the previous checkpoint or the new one, whole.
+
+Ranks are threads, of which each step is taken, or processes that are killed.
+"""
 
 from __future__ import annotations
 
 import fcntl
 import os
 import shutil
+import zlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
+from killing import Counted, killed, state, version
+from rank_pool import RankPool
+from tiers import tiers
 
-from tpcore.checkpoint import load, save
+from tpcore.checkpoint import load, save, stored
 from tpcore.checkpoint.storage import files
 from tpcore.checkpoint.storage import publish as staging
 from tpcore.checkpoint.write import save as writing
-from tpcore.errors import CheckpointError
+from tpcore.errors import CheckpointError, PeerLostError
 from tpcore.layout.mesh import Mesh
 from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
@@ -30,28 +36,13 @@ class Killed(BaseException):
     """Stands for the end of the process: nothing of tpcore may catch it and clean up."""
 
 
-def state(rank: int, version: int) -> dict[str, Any]:
-    return {"model": {"w": torch.full((3,), float(version))}, "optimizer": {"v": torch.tensor([rank])}, "n": version}
-
-
-def write(ctx: ParallelContext, path: Path, version: int) -> None:
-    save(state(ctx.coord("tp"), version), path)
-
-
-def versions(path: Path) -> set[int]:
-    """The version that every rank loads, every entry of it the same."""
-
-    def read(ctx: ParallelContext) -> int:
-        found = load(path)
-        assert float(found["model"]["w"].sum()) == 3 * found["n"]
-        assert int(found["optimizer"]["v"]) == ctx.coord("tp")
-        return int(found["n"])
-
-    return set(run_ranks(MESH, read))
+def write(ctx: ParallelContext, path: str | Path, number: int) -> None:
+    save(state(ctx, number), path)
 
 
 class Steps:
-    """Counts the steps of a save on the file system, all ranks together, and stops it at one of them."""
+    """Counts the steps of a save on the file system, all ranks together, and stops it at one of them. One is in the
+    middle of each write, as where a disk is full."""
 
     def __init__(self, patch: pytest.MonkeyPatch, stop: int, error: type[BaseException]) -> None:
         self.count, self.stop, self.error, self.dead = 0, stop, error, False
@@ -61,9 +52,13 @@ class Steps:
         for module in (files, staging, writing):
             patch.setattr(module, "os", wrapped)
         for module in (files, staging):
-            patch.setattr(module, "open", self.step(open), raising=False)
+            patch.setattr(module, "open", self.opened, raising=False)
         patch.setattr(staging, "_exchange", self.step(staging._exchange))
         patch.setattr(staging, "shutil", SimpleNamespace(**{**vars(shutil), "rmtree": self.step(shutil.rmtree)}))
+
+    def opened(self, path: Any, mode: str) -> Any:
+        f = self.step(open)(path, mode)
+        return Counted(f, self.step(lambda: None)) if "x" in mode else f
 
     def step(self, real: Any) -> Any:
         def stopping(*args: Any, **kwargs: Any) -> Any:
@@ -113,11 +108,11 @@ def test_every_step(error: type[BaseException], case: str, tmp_path: Path, monke
             assert failed == {CheckpointError}
             assert sorted(os.listdir(home) if home.exists() else []) in ([], ["c"])
         if not failed:
-            assert versions(path) == {2}
+            assert version(path) == 2
         elif previous or os.path.exists(Path(staging.resolve(str(path))) / files.MANIFEST):
-            seen |= versions(path)
+            seen.add(version(path))
         run_ranks(MESH, lambda ctx: write(ctx, path, 3))  # noqa: B023
-        assert versions(path) == {3}
+        assert version(path) == 3
         assert os.listdir(home) == ["c"]
         assert set(os.listdir(path)) == {"manifest.json", "tp_rank_0", "tp_rank_1", *logs}
     assert stop > 25
@@ -156,13 +151,13 @@ def test_the_instant_between_two_checkpoints(tmp_path: Path, monkeypatch: pytest
             Steps(patch, stop, Killed)
             assert _try(path)
     before = sorted(os.listdir(tmp_path))
-    assert versions(path) == {2}
+    assert version(path) == 2
     assert sorted(os.listdir(tmp_path)) == before  # loading changes nothing
     for stop in (10, 40):  # while the second is put in place, while the third is written
         with pytest.MonkeyPatch.context() as patch:
             Steps(patch, stop, OSError)
             assert _try(path) == {CheckpointError}
-        assert versions(path) == {2}
+        assert version(path) == 2
     assert os.listdir(tmp_path) == ["c"]
 
 
@@ -203,9 +198,9 @@ def test_two_jobs_save_at_once(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="another job is saving to"):
             run_ranks(MESH, lambda ctx: write(ctx, path, 2))
         assert (tmp_path / ".c.saving-other").exists()
-    assert versions(path) == {1}
+    assert version(path) == 1
     run_ranks(MESH, lambda ctx: write(ctx, path, 2))
-    assert versions(path) == {2}
+    assert version(path) == 2
     assert os.listdir(tmp_path) == ["c"]
 
 
@@ -221,3 +216,110 @@ def test_read_only_directory(tmp_path: Path) -> None:
             write(ctx, home / "c", 1)
 
     run_ranks(MESH, one)
+
+
+@pytest.mark.parametrize("sizes", [(), (0,), (5, 0, 7), (10, 23, 1, 40)])
+def test_write_parts(sizes: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In chunks of all sizes, some of which have the disk begin early."""
+    monkeypatch.setattr(files, "CHUNK", 7)
+    monkeypatch.setattr(files, "_EARLY", 14)
+    parts = [bytes(range(size)) for size in sizes]
+    record, crcs = files.write_parts(str(tmp_path / "f"), ([part[:5], part[5:]] for part in parts))
+    assert (tmp_path / "f").read_bytes() == b"".join(parts)
+    assert record == (sum(sizes), f"{zlib.crc32(b''.join(parts)):08x}")
+    assert crcs == [f"{zlib.crc32(part):08x}" for part in parts]
+
+
+# -- killed by SIGKILL: ranks that are processes ------------------------------------------------------------
+# The slow tests take the first step, the last and some between them, others for each of three ways, and rank 1 in one
+# way only, for rank 0 puts a checkpoint in place. The drills take each.
+WAYS = ["first", "exchange", "no exchange", "async"]
+KILLED = [(victim, how) for victim in (0, 1) for how in WAYS]
+
+
+def stops(steps: int, way: int, each: bool) -> list[int]:
+    """At which steps to kill."""
+    stride = 1 if each else max(2, steps // 2)
+    return sorted({1, steps - 2, steps, *range(2 + way % stride, steps, stride)})
+
+
+def prepared(home: Path, old: Path, how: str) -> None:
+    shutil.rmtree(home, ignore_errors=True)
+    home.mkdir()
+    if how != "first":
+        shutil.copytree(old, home / "c")
+
+
+@pytest.mark.parametrize(
+    ("victim", "how", "each"),
+    tiers(
+        [],
+        [(*point, False) for point in [(0, "first"), (0, "exchange"), (1, "async")]],
+        [(*point, True) for point in KILLED],
+    ),
+)
+def test_killed_at_a_step(how: str, victim: int, each: bool, pool: RankPool, tmp_path: Path) -> None:
+    """After each the previous or the new checkpoint is there, whole, and the next save clears up."""
+    run_ranks(MESH, lambda ctx: save(state(ctx, 1), tmp_path / "old"))
+    home, seen = tmp_path / "home", set()
+    prepared(home, tmp_path / "old", how)
+    steps = pool.run(MESH, killed, str(home), how, victim, 0)[victim]
+    assert version(home / "c") == 2
+    assert os.listdir(home) == ["c"]
+    assert steps > (25 if victim == 0 else 6)
+    for stop in stops(steps, WAYS.index(how), each):
+        prepared(home, tmp_path / "old", how)
+        outcomes = pool.outcomes(MESH, killed, str(home), how, victim, stop)
+        if outcomes[victim].error is None:
+            assert stop > steps - 3  # the first save of a process takes some steps more
+            continue
+        assert isinstance(outcomes[victim].error, PeerLostError)  # and nobody waits for it
+        try:
+            seen.add(version(home / "c"))
+        except CheckpointError:
+            assert how == "first"  # where nothing was before there may be nothing, but not half of it
+            assert not (home / "c").exists()
+    pool.run(MESH, killed, str(home), how, victim, 0)
+    assert version(home / "c") == 2
+    assert os.listdir(home) == ["c"]
+    if victim == 0:  # rank 0 puts it in place
+        assert seen == ({2} if how == "first" else {1, 2})
+    elif how == "async":  # rank 0 may put it in place while this rank, its part written, lets go of its locks
+        assert seen <= {1, 2}
+        assert 1 in seen
+    else:
+        assert seen <= {1}
+
+
+# -- a rank that ends by itself ---------------------------------------------------------------------------
+BOTH = Mesh({"dp": 2, "tp": 2})
+
+
+def _save_and_die(ctx: ParallelContext, path: str) -> None:
+    if ctx.rank == 0:
+        writing.write_tensors = lambda *args: os._exit(7)  # type: ignore[attr-defined]
+    write(ctx, path, 6)
+
+
+def test_a_rank_dies_in_a_save(pool: RankPool, tmp_path: Path) -> None:
+    """The others hear of it, the previous checkpoint is whole, and the next save clears up."""
+    path = tmp_path / "c"
+    pool.run(BOTH, write, str(path), 5)
+    for outcome in pool.outcomes(BOTH, _save_and_die, str(path)):
+        assert isinstance(outcome.error, PeerLostError)  # and not CollectiveTimeoutError
+    assert version(path) == 5
+    pool.run(BOTH, write, str(path), 7)
+    assert version(path) == 7
+    assert os.listdir(tmp_path) == ["c"]
+
+
+def _load_and_die(ctx: ParallelContext, path: str) -> None:
+    if ctx.rank == 3:
+        stored.ReadPlan.fill = lambda self, *_, **__: os._exit(7)  # type: ignore[method-assign]
+    load(path)
+
+
+def test_a_rank_dies_in_a_load(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(BOTH, write, str(tmp_path / "c"), 5)
+    for outcome in pool.outcomes(BOTH, _load_and_die, str(tmp_path / "c")):
+        assert isinstance(outcome.error, PeerLostError)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 import re
 import shutil
@@ -16,8 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import edit, refit
+from checkpoints import deep, edit, refit
 from torch import nn
+from worlds import each_rank
 
 import tpcore
 from tpcore.checkpoint import load, save
@@ -88,7 +88,8 @@ def test_missing_extra_and_misshapen(tmp_path: Path, mesh: Mesh) -> None:
     for message in refuses(path, lambda: Net(more=True), mesh):
         assert "'c.weight': the model has shape (2, 1), the checkpoint nothing" in message
     for message in refuses(path, lambda: Net(width=8), mesh):
-        assert "'a.weight': the checkpoint has shape (4, 3), the model (8, 3)" in message
+        of_rank = f", of which this rank holds ({8 // mesh.axes['tp']}, 3)"
+        assert f"'a.weight': the checkpoint has shape (4, 3), the model (8, 3){of_rank}" in message
         assert "'a.bias': the checkpoint has shape (4,), the model (8,)" in message
     for message in refuses(path, lambda: tpcore.ColumnParallelLinear(3, 4), mesh):
         assert "'a.weight'" in message
@@ -190,7 +191,8 @@ def test_no_model_in_it(tmp_path: Path) -> None:
     run_ranks(Mesh({"tp": 1}), lambda ctx: load(tmp_path / "c", Net(), model_key="net"))
 
 
-def test_extra_state_and_hooks(tmp_path: Path) -> None:
+@each_rank(tp=2)
+def test_extra_state_and_hooks(ctx: ParallelContext, tmp_path: Path) -> None:
     """What is in a state_dict and is no parameter goes through the module's own loading."""
 
     class Odd(nn.Module):
@@ -213,14 +215,11 @@ def test_extra_state_and_hooks(tmp_path: Path) -> None:
             self.made_up = float(state_dict.pop(prefix + "made_up"))
             super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def check(ctx: ParallelContext) -> None:
-        save({"model": Odd((1, 2, 3)).state_dict()}, tmp_path / "c")
-        model = Odd(())
-        load(tmp_path / "c", model)
-        assert model.seen == ((1, 2, 3), 1.5)
-        assert model.made_up == 3.0
-
-    run_ranks(Mesh({"tp": 2}), check)
+    save({"model": Odd((1, 2, 3)).state_dict()}, tmp_path / "c")
+    model = Odd(())
+    load(tmp_path / "c", model)
+    assert model.seen == ((1, 2, 3), 1.5)
+    assert model.made_up == 3.0
 
 
 class _Scaled(nn.Module):
@@ -233,23 +232,21 @@ class _Scaled(nn.Module):
         return self.linear(x) + torch.empty_like(self.scale, device=x.device)  # as transformers' masks do
 
 
-def test_a_module_whose_buffer_stays_on_meta_does_not_compute(tmp_path: Path) -> None:
-    def check(ctx: ParallelContext) -> None:
-        save(_Scaled().state_dict(), tmp_path / "c")
-        with torch.device("meta"):
-            inner = _Scaled()
-        model = nn.Sequential(inner.requires_grad_(False))
-        with pytest.warns(UserWarning, match="(?s)still on meta.*'scale'"):
-            load(tmp_path / "c", inner)
-        assert not inner.linear.weight.requires_grad
-        for one in (model, copy.deepcopy(model)):
-            with pytest.raises(ValueError, match=r"_Scaled\.scale has no values: on meta since"):
-                one(torch.zeros(1, 2))
-            one[0].scale = torch.ones(2)
+@each_rank(tp=1)
+def test_a_module_whose_buffer_stays_on_meta_does_not_compute(ctx: ParallelContext, tmp_path: Path) -> None:
+    save(_Scaled().state_dict(), tmp_path / "c")
+    with torch.device("meta"):
+        inner = _Scaled()
+    model = nn.Sequential(inner.requires_grad_(False))
+    with pytest.warns(UserWarning, match="(?s)still on meta.*'scale'"):
+        load(tmp_path / "c", inner)
+    assert not inner.linear.weight.requires_grad
+    for one in (model, copy.deepcopy(model)):
+        with pytest.raises(ValueError, match=r"_Scaled\.scale has no values: on meta since"):
             one(torch.zeros(1, 2))
-            assert not one[0]._forward_pre_hooks
-
-    run_ranks(Mesh({"tp": 1}), check)
+        one[0].scale = torch.ones(2)
+        one(torch.zeros(1, 2))
+        assert not one[0]._forward_pre_hooks
 
 
 # -- what is damaged ----------------------------------------------------------------------------------------
@@ -290,6 +287,45 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], Any], str]] = {
         "'tp_rank_0/../../x', which is no file",
     ),
     "not listed": (MANIFEST, lambda p: edit(p, lambda d: d["files"].pop(MODEL)), "is not listed"),
+}
+
+
+def record(top: Any) -> Any:
+    return top["tensors"]["model.safetensors"]["b.weight"]
+
+
+def of_rank(change: Callable[[Any], object]) -> tuple[str, Callable[[Path], Any], str]:
+    """A change to the state of a rank, whose size and sum are right again."""
+    return STATE, lambda p: refit(p.parents[1], STATE, change), ""
+
+
+def by(value: Any) -> tuple[str, Callable[[Path], Any], str]:
+    """Another encoding of an entry."""
+    return of_rank(lambda top: top["state"].update(epoch=value))
+
+
+SPEC = {"shape": [3, 2], "dim": 0, "blocks": [[3, 0, 0]]}
+DAMAGE |= {
+    "unit": of_rank(lambda top: record(top).update(spec=SPEC)),
+    "blocks": of_rank(lambda top: record(top).update(spec=SPEC | {"blocks": [[0, 1, 0]] * 10**5})),
+    "infinite": of_rank(lambda top: record(top).update(shape=["1e400", 3])),
+    "another shape": (
+        MODEL,
+        lambda p: refit(p.parents[1], STATE, lambda top: record(top).update(shape=[3, 2, 1])),
+        "'b.weight' is F32 [3, 2], on record float32 [3, 2, 1]",
+    ),
+    "a dtype of a tensor": of_rank(lambda top: record(top).update(dtype="load")),
+    "no dict": of_rank(lambda top: top.update(state=[1])),
+    "deep": by(deep(900)),
+    "no items": by({"$": "tuple"}),
+    "items of one": by({"$": "dict", "items": [[1], 2]}),
+    "items a number": by({"$": "dict", "items": 7}),
+    "a dtype": by({"$": "dtype", "value": "load"}),
+    "key a list": by({"$": "dict", "items": [[[1], 2]]}),
+    "half a character": (MANIFEST, lambda p: edit(p, lambda d: d["files"].update({"\ud800": {}})), ""),
+    "written by": (MANIFEST, lambda p: edit(p, lambda d: d.update(written_by=[[1, 2, 3]])), ""),
+    "mesh": (MANIFEST, lambda p: edit(p, lambda d: d["mesh"].update(tp=10**8)), ""),
+    "mesh of pp": (MANIFEST, lambda p: edit(p, lambda d: d["mesh"].update(pp=10**8)), ""),
 }
 
 
@@ -423,36 +459,6 @@ def test_tensor_is_not_lost(tmp_path: Path) -> None:
         save({"model": layer.state_dict()}, tmp_path / "c")
 
     assert all("model.weight has shape (1, 1), but" in m for m in errors_on_all_ranks(write))
-
-
-def test_a_reader_sees_its_tensors(tmp_path: Path) -> None:
-    """The names and shapes on record are held against the file."""
-    path = saved(tmp_path / "c", Mesh({"tp": 1}))
-
-    def change(data: Any) -> None:
-        data["tensors"]["model.safetensors"]["b.weight"]["shape"] = [3, 2, 1]
-
-    refit(path, "tp_rank_0/state.json", change)
-    assert "'b.weight' is F32 [3, 2], on record float32 [3, 2, 1]" in refuses(path, mesh=Mesh({"tp": 1}))[0]
-
-
-@pytest.mark.parametrize(
-    ("entry", "length"),
-    [
-        ({"dtype": "F32", "shape": [4, 3], "data_offsets": [0, 400]}, None),
-        ({"dtype": "F32", "shape": [1 << 40, 1 << 40], "data_offsets": [0, 48]}, None),
-        ({"dtype": "F64", "shape": [4, 3], "data_offsets": [0, 48]}, None),
-        ({"dtype": "F999", "shape": [4, 3], "data_offsets": [0, 48]}, None),
-        ({"dtype": "F32", "shape": [4, 3], "data_offsets": [0, 48]}, 1 << 50),
-        ({"dtype": "F32", "shape": [4, 3], "data_offsets": [0, 48]}, 7),
-    ],
-)
-def test_headers_that_lie(entry: dict[str, Any], length: int | None, tmp_path: Path) -> None:
-    """About offsets, sizes and the header's own length; a header of 1 PB is not even read."""
-    head = json.dumps({"a.weight": entry}).encode()
-    path = tmp_path / "w.safetensors"
-    path.write_bytes((length or len(head)).to_bytes(8, "little") + head + bytes(48))
-    assert all(str(path) in m for m in refuses(path, sharded=False))
 
 
 @pytest.mark.parametrize(

@@ -1,29 +1,33 @@
-"""What other libraries left behind: each layout, made here as it is documented, loads to the right values."""
+"""Files of other libraries, and unsharded ones: each layout, made here as documented, loads to the right values."""
 
 from __future__ import annotations
 
 import json
 import os
 import pickle
+import re
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from checkpoints import values
+from checkpoints import RULES, WANTED, Bomb, Net, assert_parts, full, values
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import tpcore
 from tpcore.checkpoint import load
-from tpcore.checkpoint.forms.registry import open_source
-from tpcore.checkpoint.forms.source import Reading
-from tpcore.checkpoint.read.source import CutRule, part
+from tpcore.checkpoint.forms import registry
+from tpcore.checkpoint.forms.rank_files import RankFiles, grid
+from tpcore.checkpoint.forms.source import Form, Reading, Source
+from tpcore.checkpoint.inspect import diff, inspect, verify
+from tpcore.checkpoint.read.source import part, read_shards
 from tpcore.checkpoint.rewrite import consolidate, convert, reshard
 from tpcore.checkpoint.stored import Stored
 from tpcore.errors import CheckpointError
@@ -37,33 +41,36 @@ old_torch = pytest.mark.filterwarnings("ignore:.*is a pickle.*:UserWarning")
 pytestmark = [pytest.mark.usefixtures("no_fsync"), old_torch]
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = tpcore.ColumnParallelLinear(4, 6, gather_output=False)
-        self.down = tpcore.RowParallelLinear(6, 4, input_is_parallel=True)
-        self.gate_up = tpcore.ColumnParallelLinear(4, 8, bias=False, blocks=2)
-        self.norm = nn.LayerNorm(4)
-
-
-SHAPES = {"up.weight": (6, 4), "up.bias": (6,), "down.weight": (4, 6), "down.bias": (4,)}
-SHAPES |= {"gate_up.weight": (8, 4), "norm.weight": (4,), "norm.bias": (4,)}
-RULES = [CutRule("up.*", 0), CutRule("down.weight", 1), CutRule("gate_up.weight", 0, 2)]
-
-
-def full() -> dict[str, Tensor]:
-    g = torch.Generator().manual_seed(0)
-    return {name: torch.randn(shape, generator=g) for name, shape in SHAPES.items()}
-
-
-def shards(whole: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
+def shards(rank: int) -> dict[str, Tensor]:
     """As a rank's own state_dict would be: cut by hand, without ShardSpec."""
+    whole = full()
     out = dict(whole)
     out["up.weight"], out["up.bias"] = (whole[f"up.{n}"].chunk(TP)[rank].clone() for n in ("weight", "bias"))
     out["down.weight"] = whole["down.weight"].chunk(TP, 1)[rank].clone()
     gate, up = whole["gate_up.weight"].chunk(2)
     out["gate_up.weight"] = torch.cat([gate.chunk(TP)[rank], up.chunk(TP)[rank]])
     return out
+
+
+# -- a form of our own: all that a reader of such files has to write -----------------------------------------
+class Npz(RankFiles):
+    form = "npz shards"
+
+    def read(self, file: str) -> tuple[Mapping[str, Any], dict[Any, Any]]:
+        with np.load(file, allow_pickle=False) as arrays:
+            return {name: torch.from_numpy(arrays[name]) for name in arrays.files}, {}
+
+
+def open_npz(path: str, how: Reading, stack: ExitStack) -> Source | None:
+    names = os.listdir(path) if os.path.isdir(path) else []
+    matches = [match for match in (re.fullmatch(r"shard_(\d+)\.npz", name) for name in names) if match]
+    files = {(0, int(match[1])): os.path.join(path, match[0]) for match in matches}
+    return Npz(path, grid(path, files), how) if files else None
+
+
+@pytest.fixture(autouse=True)
+def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "FORMS", (Form(sharded=True, open=open_npz), *registry.FORMS))
 
 
 @pytest.fixture
@@ -99,7 +106,7 @@ def xser(state: dict[str, Any], path: Path, reference: type) -> None:
 
 def write(path: Path, layout: str, reference: type) -> None:
     for rank in range(TP):
-        state = {"model": shards(full(), rank), "epoch": 3}
+        state = {"model": shards(rank), "epoch": 3}
         file = {
             "directory": path / f"tp_rank_{rank}" / "checkpoint.pt",
             "file": path / f"tp_rank_{rank:02d}",
@@ -125,39 +132,83 @@ def write(path: Path, layout: str, reference: type) -> None:
         (path / "shards" / "mp_metadata_pp_rank_0.json").write_text(text)
 
 
+def huggingface(path: Path, prefix: str = "") -> None:
+    path.mkdir()
+    named = {prefix + name: t for name, t in full().items()}
+    weight_map = {name: f"model-{i % 2 + 1:05d}-of-00002.safetensors" for i, name in enumerate(named)}
+    for file in set(weight_map.values()):
+        save_file({n: t for n, t in named.items() if weight_map[n] == file}, path / file)
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def written(home: Path, kind: str, reference: type) -> tuple[Path, dict[str, Any]]:
+    """The files, and the entries that they hold beside the model."""
+    path = home / kind
+    if kind == "npz":
+        path.mkdir()
+        for rank in range(TP):
+            np.savez(path / f"shard_{rank:03d}.npz", **{name: t.numpy() for name, t in shards(rank).items()})
+    elif kind.startswith("hf"):
+        huggingface(path, kind[3:])
+    elif kind.startswith("ours"):
+        save_file(full(), home / "whole.safetensors")
+        reshard(home / "whole.safetensors", path, int(kind[-1]), rules=RULES)
+    elif kind == "flat.safetensors":
+        save_file(full(), path)
+    elif kind.startswith("flat"):
+        torch.save(full(), path)
+    elif kind == "nested.pt":
+        torch.save({"model": full(), "epoch": 3, "more": (1, [2])}, path)
+        return path, {"epoch": 3, "more": (1, [2])}
+    else:
+        write(path, kind, reference)
+        return path, {"epoch": 3}
+    return path, {}
+
+
 LAYOUTS = ["directory", "file", "stages", "xser", "trainer", "shards", "older"]
+"""Of NeuronX Distributed and optimum-neuron."""
+WHOLE = ["nested.pt", "flat.pt", "flat.bin", "flat.safetensors", "hf", "hf base.", "hf a.b."]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_into_a_model(layout: str, tmp_path: Path, reference: type) -> None:
-    """The model says how each tensor is cut, so that it loads at this degree and at others."""
-    write(tmp_path / "c", layout, reference)
+@pytest.mark.parametrize("kind", [*LAYOUTS, "npz", *WHOLE, "ours 1", "ours 2", "ours 3"])
+def test_into_a_model_and_as_plain_shards(kind: str, tmp_path: Path, reference: type) -> None:
+    """The model, or what is wanted, says how each tensor is cut, so that it loads at any degree."""
+    path, rest = written(tmp_path, kind, reference)
 
-    def read(ctx: ParallelContext) -> None:
-        model = Net()
-        n = ctx.mesh.axes["tp"]
-        rest = load(tmp_path / "c", model)
-        for name, spec in tpcore.layers.shard_specs(model).items():
-            torch.testing.assert_close(model.state_dict()[name], spec.shard(full()[name], ctx.rank, n), rtol=0, atol=0)
-        assert rest == {"epoch": 3}
+    def read(ctx: ParallelContext, device: str | None, dtype: torch.dtype) -> None:
+        model, rank, n = Net(device, dtype), ctx.coord("tp"), ctx.mesh.axes["tp"]
+        assert load(path, model, sharded=kind not in WHOLE) == rest
+        assert_parts(model.state_dict(), rank, n, dtype)
+        found = read_shards(path, WANTED, rank, n)
+        assert_parts(found, rank, n)
+        assert all(t.is_contiguous() for t in found.values())
 
-    for tp in (TP, 1):
-        run_ranks(Mesh({"tp": tp}), read)
+    for axes, device, dtype in (
+        ({"tp": 1}, None, torch.float32),
+        ({"dp": 2, "tp": 2}, "meta", torch.float64),
+        ({"tp": 3}, "meta", torch.float32),
+        ({"tp": 4}, None, torch.float64),
+    ):
+        run_ranks(Mesh(axes), lambda ctx: read(ctx, device, dtype))  # noqa: B023
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_offline(layout: str, tmp_path: Path, reference: type) -> None:
-    write(tmp_path / "c", layout, reference)
-    rules = RULES[2:] if layout == "shards" else RULES
-    convert(tmp_path / "c", tmp_path / "ours", rules=rules)
-    reshard(tmp_path / "c", tmp_path / "three", 3, rules=rules)
-    for found in (
-        values(tmp_path / "c", rules),
+@pytest.mark.parametrize("kind", [*LAYOUTS, "npz"])
+def test_offline(kind: str, tmp_path: Path, reference: type) -> None:
+    path, _ = written(tmp_path, kind, reference)
+    rules = RULES[2:] if kind == "shards" else RULES
+    found = inspect(path, rules=rules)
+    assert (found.form, found.tp) == ("npz shards" if kind == "npz" else "pickled shards", TP)
+    assert verify(path, rules=rules) == []
+    convert(path, tmp_path / "ours", rules=rules)
+    reshard(path, tmp_path / "three", 3, rules=rules)
+    assert list(diff(path, tmp_path / "three", rules=rules)) == []
+    for there in (
+        values(path, rules),
         values(tmp_path / "ours", tp=TP, trust=False),
         values(tmp_path / "three", tp=3, trust=False),
     ):
-        assert found.keys() == full().keys()
-        assert all(torch.equal(found[name], t) for name, t in full().items())
+        assert_parts(there, 0, 1)
 
 
 def test_a_cut_that_nobody_knows(tmp_path: Path, reference: type) -> None:
@@ -179,7 +230,7 @@ def test_order_of_copied_heads(order: tuple[int, ...], tmp_path: Path) -> None:
 
     def k() -> Stored:
         with ExitStack() as stack:
-            source = open_source(str(tmp_path / "c"), Reading(), stack)
+            source = registry.open_source(str(tmp_path / "c"), Reading(), stack)
             found: Stored = source.stage(0, None, lambda name, shape, m: spec).model()["k"]
             return found
 
@@ -187,11 +238,6 @@ def test_order_of_copied_heads(order: tuple[int, ...], tmp_path: Path) -> None:
     torch.save({"model": {"k": heads[0] + 1}}, tmp_path / "c" / "tp_rank_2" / "checkpoint.pt")
     with pytest.raises(CheckpointError, match="copies of the same heads"):
         k()
-
-
-class Bomb:
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return os.mkdir, ("exploded",)
 
 
 @pytest.mark.parametrize("layout", ["directory", "file", "xser"])
@@ -226,19 +272,10 @@ def test_a_reference_out_of_its_folder(tmp_path: Path, reference: type) -> None:
 
 
 # -- optimizers ---------------------------------------------------------------------------------------------
-class Trained(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = tpcore.ColumnParallelLinear(4, 8, gather_output=False)
-        self.gate_up = tpcore.ColumnParallelLinear(4, 8, bias=False, blocks=2)
-        self.down = tpcore.RowParallelLinear(8, 4, input_is_parallel=True)
-        self.norm = nn.LayerNorm(4)
-
-
 def stepped(steps: int = 2) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A model and its optimizer, in two groups and made of nameless parameters, after so many steps."""
     tpcore.random.manual_seed(0)
-    net = Trained()
+    net = Net()
     decayed = [p for p in net.parameters() if p.ndim > 1]
     groups = [{"params": decayed}, {"params": [p for p in net.parameters() if p.ndim == 1], "lr": 0.5}]
     optimizer = torch.optim.AdamW(groups, lr=0.1)
@@ -281,7 +318,7 @@ def test_an_optimizer_knows_its_parameters(m: int, n: int, tmp_path: Path) -> No
                 load(tmp_path / "c", model)
             assert load(tmp_path / "c", model, strict=False) == {"epoch": 3}
             few = torch.optim.AdamW(list(model.parameters())[:3])
-            with pytest.raises(CheckpointError, match=r"groups of \[3, 4\] parameters, this one of \[3\]"):
+            with pytest.raises(CheckpointError, match=r"groups of \[4, 4\] parameters, this one of \[3\]"):
                 load(tmp_path / "c", few, model_key="optimizer")
 
     with warnings.catch_warnings():
@@ -292,36 +329,12 @@ def test_an_optimizer_knows_its_parameters(m: int, n: int, tmp_path: Path) -> No
 def test_what_lies_beside_a_model_goes_with_it(tmp_path: Path) -> None:
     """Or is an error, but never dropped without a word."""
     write_trained(tmp_path / "c", 2)
-    rules = [CutRule("up.*", 0), CutRule("down.weight", 1), CutRule("gate_up.weight", 0, 2)]
     with pytest.raises(CheckpointError, match=r"optimizer in .* only at the degree of the save, tp=2"):
-        reshard(tmp_path / "c", tmp_path / "out", 4, rules=rules)
-    (left,) = reshard(tmp_path / "c", tmp_path / "out", 4, rules=rules, strict=False)
+        reshard(tmp_path / "c", tmp_path / "out", 4, rules=RULES)
+    (left,) = reshard(tmp_path / "c", tmp_path / "out", 4, rules=RULES, strict=False)
     assert left.startswith("optimizer in")
     (rest,) = run_ranks(Mesh({"tp": 1}), lambda ctx: load(tmp_path / "out", stepped(0)[0]))
     assert rest == {"epoch": 3}
-
-
-# -- Hugging Face directories -------------------------------------------------------------------------------
-def huggingface(path: Path, prefix: str = "", files: int = 2) -> None:
-    path.mkdir()
-    named = {prefix + name: t for name, t in full().items()}
-    weight_map = {name: f"model-{i % files + 1:05d}-of-{files:05d}.safetensors" for i, name in enumerate(named)}
-    for file in set(weight_map.values()):
-        save_file({n: t for n, t in named.items() if weight_map[n] == file}, path / file)
-    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-
-
-@pytest.mark.parametrize("prefix", ["", "base.", "a.b."])
-def test_several_files_and_prefixes(prefix: str, tmp_path: Path) -> None:
-    huggingface(tmp_path / "hf", prefix)
-
-    def read(ctx: ParallelContext) -> None:
-        model = Net()
-        load(tmp_path / "hf", model, sharded=False)
-        for name, spec in tpcore.layers.shard_specs(model).items():
-            assert torch.equal(model.state_dict()[name], spec.shard(full()[name], ctx.rank, TP)), name
-
-    run_ranks(Mesh({"tp": TP}), read)
 
 
 @pytest.mark.parametrize(

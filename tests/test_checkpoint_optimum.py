@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import values
+from hf import part
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -17,7 +18,6 @@ from tpcore import CheckpointError, Mesh, ParallelContext
 from tpcore.checkpoint import load
 from tpcore.checkpoint.inspect import inspect
 from tpcore.checkpoint.rewrite import consolidate, convert
-from tpcore.layers.sharding import sharding
 from tpcore.testing import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is a pickle.*:UserWarning")
@@ -187,9 +187,7 @@ def test_into_a_model_on_any_mesh(version: str, fuse_qkv: bool, tmp_path: Path) 
         assert load(tmp_path, model) == {}
         assert model.steps == 3
         for name, value in model.named_parameters(remove_duplicate=False):
-            found = sharding(value)
-            want = full[name] if found is None else found.layout.shard(full[name], ctx.rank, ctx.mesh)
-            assert torch.equal(value, want), name
+            assert torch.equal(value, part(full[name], value)), name
 
     for pp, tp in ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1)):
         run_ranks(Mesh({"pp": pp, "dp": 1, "tp": tp}), read)
@@ -224,19 +222,18 @@ def test_what_is_wrong_with_the_metadata_of_a_stage(tmp_path: Path) -> None:
         inspect(tmp_path / "b")
 
 
-def test_what_optimum_neuron_says_of_adapters_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("was", "made", "message"),
+    [
+        ('"peft_type": null', '"peft_type": "lora"', r"pp_rank_0\.json is of adapters of the kind 'lora'"),
+        ('"num_key_value_heads": 2', '"num_key_value_heads": 0', "are not as their metadata say"),
+        ("[8, 8]", "[8, 9000]", "are not as their metadata say"),
+    ],
+)
+def test_metadata_that_are_refused(was: str, made: str, message: str, tmp_path: Path) -> None:
     write(tmp_path / "c", "new", fuse_qkv=False)
     path = tmp_path / "c" / "shards" / "mp_metadata_pp_rank_0.json"
-    path.write_text(path.read_text().replace('"peft_type": null', '"peft_type": "lora"'))
-    with pytest.raises(CheckpointError, match=r"mp_metadata_pp_rank_0\.json is of adapters of the kind 'lora'"):
-        inspect(tmp_path / "c")
-
-
-@pytest.mark.parametrize("wrong", [('"num_key_value_heads": 2', '"num_key_value_heads": 0'), ("[8, 8]", "[8, 9000]")])
-def test_metadata_that_lie(wrong: tuple[str, str], tmp_path: Path) -> None:
-    write(tmp_path / "c", "new", fuse_qkv=False)
-    path = tmp_path / "c" / "shards" / "mp_metadata_pp_rank_0.json"
-    assert wrong[0] in path.read_text()
-    path.write_text(path.read_text().replace(*wrong))
-    with pytest.raises(CheckpointError, match="are not as their metadata say"):
+    assert was in path.read_text()
+    path.write_text(path.read_text().replace(was, made))
+    with pytest.raises(CheckpointError, match=message):
         inspect(tmp_path / "c")

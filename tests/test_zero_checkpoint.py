@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import math
 import os
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -15,15 +17,19 @@ from nets import cut_net, plain_net
 from test_optimizer_state import Staged, filled
 from test_zero import assert_equals, cut, groups_of, mine, plainly, train
 from torch import Tensor, nn
+from worlds import each_rank
 
 import tpcore
-from tpcore import Mesh, ParallelContext, Zero1
+from tpcore import CheckpointError, Mesh, ParallelContext, Zero1
 from tpcore.checkpoint import load, save, wait
+from tpcore.checkpoint.storage.tensorfile import FileTensor
+from tpcore.checkpoint.write.save import Options, Save
 from tpcore.layers.sharding import sharding
 from tpcore.testing import run_ranks
 from tpcore.train.zero.chunk import ParameterChunk
 
 AdamW = torch.optim.AdamW
+FULL = plain_net().state_dict()
 
 
 def optimizer_of(net: nn.Module, zero: bool, **options: Any) -> torch.optim.Optimizer:
@@ -45,9 +51,10 @@ def test_a_run_goes_on_at_another_mesh(
 ) -> None:
     plain = plain_net()
     full = {k: v.clone() for k, v in plain.state_dict().items()}
-    train(plain, optimizer_of(plain, False), lambda ids: ids, range(3), plainly)
-    # the schedule begins anew with each call, on both sides
-    later = AdamW(groups_of(plain), lr=1e-2)
+    reference = optimizer_of(plain, False)
+    train(plain, reference, lambda ids: ids, range(3), plainly)
+    three = copy.deepcopy(plain)
+    train(plain, reference, lambda ids: ids, range(3, 6), plainly)  # its schedule begins anew, as that of the other
 
     def first(ctx: ParallelContext) -> None:
         net = cut_net(full, ctx)
@@ -60,27 +67,16 @@ def test_a_run_goes_on_at_another_mesh(
         net = cut_net(full, ctx)
         optimizer = optimizer_of(net, zero[1])
         optimizer.load_state_dict(load(tmp_path / "c", net)["optimizer"])
+        assert_equals(net, three, ctx, 1e-12)
+        assert {values["step"].item() for values in optimizer.state_dict()["state"].values()} == {3}
+        net = cut_net(three.state_dict(), ctx)
+        alone = optimizer_of(net, zero[1])
+        load(tmp_path / "c", alone, model_key="optimizer")
+        train(net, alone, mine(ctx), range(3, 6), cut)
         assert_equals(net, plain, ctx, 1e-12)
-        want = later.state_dict()["state"]
-        for number, values in optimizer.state_dict()["state"].items():
-            assert values["step"] == want[number]["step"] == 3
 
-    first_mesh = Mesh({"dp": here[0], "tp": here[1]})
-    run_ranks(first_mesh, first)
-    run_ranks(Mesh({"dp": 1, "tp": 1}), lambda ctx: later.load_state_dict(load(tmp_path / "c", plain)["optimizer"]))
+    run_ranks(Mesh({"dp": here[0], "tp": here[1]}), first)
     run_ranks(Mesh({"dp": there[0], "tp": there[1]}), second)
-
-    after = {k: v.clone() for k, v in plain.state_dict().items()}
-    train(plain, later, lambda ids: ids, range(3, 6), plainly)
-
-    def third(ctx: ParallelContext) -> None:
-        net = cut_net(after, ctx)
-        optimizer = optimizer_of(net, zero[1])
-        load(tmp_path / "c", optimizer, model_key="optimizer")
-        train(net, optimizer, mine(ctx), range(3, 6), cut)
-        assert_equals(net, plain, ctx, 1e-12)
-
-    run_ranks(Mesh({"dp": there[0], "tp": there[1]}), third)
 
 
 def staged(ctx: ParallelContext, zero: bool, *, named: bool = True) -> tuple[Staged, torch.optim.Optimizer]:
@@ -182,6 +178,15 @@ def stepped(dtype: torch.dtype, steps: int, made: tuple[Wide, Zero1] | None = No
     return model, optimizer
 
 
+def write_wide(path: Path, mesh: Mesh, dtype: torch.dtype, steps: int, **options: Any) -> None:
+    def rank(ctx: ParallelContext) -> None:
+        model, optimizer = stepped(dtype, steps)
+        save({"model": model.state_dict(), "optimizer": optimizer, "epoch": 5}, path, **options)
+        wait()
+
+    run_ranks(mesh, rank)
+
+
 def tensors_alive(shape: tuple[int, ...]) -> int:
     """How many memories of CPU tensors of a shape there are in the process, beside those that were frozen."""
     found = [t for t in gc.get_objects() if type(t) is Tensor and t.shape == shape and t.device.type == "cpu"]
@@ -203,12 +208,7 @@ def test_each_dp_rank_writes_its_share_and_gathers_one_tensor_at_a_time(
     gc.collect()
     gc.freeze()  # millions of objects of other tests, which would be looked through each time
 
-    def write(ctx: ParallelContext) -> None:
-        model, optimizer = stepped(torch.float32, 1)
-        save({"model": model.state_dict(), "optimizer": optimizer}, tmp_path / "c", async_save=background)
-        wait()
-
-    run_ranks(Mesh({"dp": 2, "tp": 2}), write)
+    write_wide(tmp_path / "c", Mesh({"dp": 2, "tp": 2}), torch.float32, 1, async_save=background)
     # in all: two tp ranks' 12 moments once, and one or two under way on each of four ranks; not 12 on each.
     # A save in the background copies the 6 weights of two ranks too
     assert max(alive) - min(alive) <= 2 * 12 + 2 * 4 + (12 if background else 0)
@@ -247,3 +247,155 @@ def test_masters_are_saved_and_a_resume_does_not_round(tmp_path: Path, meshes: A
     here, there = (Mesh({"dp": dp, "tp": tp}) for dp, tp in meshes)
     run_ranks(here, before)
     run_ranks(there, after)
+
+
+# -- a load reads its own entries, and no more ------------------------------------------------------------
+@pytest.mark.parametrize(("there", "alone"), [((2, 2), False), ((4, 1), True), ((3, 2), False), ((1, 1), True)])
+def test_a_load_reads_this_ranks_entries_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: tuple[int, int], alone: bool
+) -> None:
+    """Of each moment and master 1/dp of the shard, and no tensor of a shard's shape is ever made."""
+    write_wide(tmp_path / "c", Mesh({"dp": 2, "tp": 2}), torch.bfloat16, 2)
+    read, amounts = FileTensor.read, list[tuple[str, int]]()
+
+    def counted(self: FileTensor, starts: Any, out: Tensor, check: bool) -> None:
+        amounts.append((self.file.path, out.numel()))
+        read(self, starts, out, check)
+
+    monkeypatch.setattr(FileTensor, "read", counted)
+
+    def fresh(ctx: ParallelContext) -> Zero1:
+        model = Wide().bfloat16()
+        made = Zero1(AdamW, model.named_parameters(), master_dtype=torch.float32)
+        if alone:
+            rest = load(tmp_path / "c", made, model_key="optimizer")
+            assert rest.keys() == {"model", "epoch"}
+        else:
+            assert load(tmp_path / "c", model, optimizer=made) == {"epoch": 5}
+        return made
+
+    dp, tp = there
+    mesh = Mesh({"dp": dp, "tp": tp})
+    states = run_ranks(mesh, lambda ctx: fresh(ctx).state_dict()["state"])
+    entries = 64 * 16 // tp
+    moments = [n for path, n in amounts if "optimizer.dp" in path]
+    assert sum(moments) == dp * tp * 6 * 3 * entries // dp  # none is read twice
+    assert max(moments) <= -(-entries // dp)
+
+    def check(ctx: ParallelContext) -> None:
+        want = load(tmp_path / "c", Wide().bfloat16())["optimizer"]["state"]
+        for number, values in states[ctx.rank].items():
+            assert values.keys() == want[number].keys() == {"step", "exp_avg", "exp_avg_sq", "master"}
+            for key, value in values.items():
+                assert torch.equal(value, want[number][key])
+
+    run_ranks(mesh, check)
+
+
+def test_a_moment_that_is_damaged_is_found_by_the_rank_that_compares_it(tmp_path: Path) -> None:
+    write_wide(tmp_path / "c", Mesh({"dp": 2, "tp": 1}), torch.float32, 1)
+    (file,) = (tmp_path / "c").glob("tp_rank_*/optimizer.dp1.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 1
+    file.write_bytes(data)
+
+    def read(ctx: ParallelContext) -> None:
+        model = Wide()
+        for p in model.parameters():
+            nn.init.zeros_(p)
+        optimizer = Zero1(AdamW, model.named_parameters())
+        with pytest.raises(CheckpointError, match="is damaged: its crc32"):
+            load(tmp_path / "c", model, optimizer=optimizer)
+        assert not any(p.any() for p in model.parameters())
+        assert not optimizer.state
+
+    run_ranks(Mesh({"dp": 2, "tp": 1}), read)
+
+
+@each_rank(dp=1, tp=1)
+def test_an_optimizer_goes_with_a_model(ctx: ParallelContext, tmp_path: Path) -> None:
+    model, optimizer = stepped(torch.float32, 1)
+    save({"model": model.state_dict()}, tmp_path / "c")
+    with pytest.raises(ValueError, match="goes with a model"):
+        load(tmp_path / "c", optimizer=optimizer)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    stepped(torch.float32, 1, (model, optimizer))
+    changed = {k: v.clone() for k, v in model.state_dict().items()}
+    with pytest.raises(ValueError, match="has no entry 'optimizer'; it has "):
+        load(tmp_path / "c", model, optimizer=optimizer)
+    for name, value in model.state_dict().items():  # left as it was
+        assert torch.equal(value, changed[name])
+        assert not torch.equal(value, before[name])
+
+
+# -- a save between two steps, and in the middle of one ---------------------------------------------------
+@pytest.mark.parametrize("grad_dtype", [None, torch.float64])
+@pytest.mark.parametrize("how", ["save", "state_dict"])
+@each_rank(dp=2, tp=1)
+def test_no_state_is_saved_in_the_middle_of_a_step(
+    ctx: ParallelContext, tmp_path: Path, how: str, grad_dtype: torch.dtype | None
+) -> None:
+    """One dp rank alone has a gradient, and all get the error."""
+    used, unused = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(4))
+    optimizer = Zero1(AdamW, [("used", used), ("unused", unused)], lr=1.0, grad_dtype=grad_dtype)
+    called: dict[str, Callable[[], Any]] = {
+        "save": lambda: save({"optimizer": optimizer}, tmp_path / "c"),
+        "state_dict": optimizer.state_dict,
+    }
+    if ctx.coord("dp") == 1:
+        (used * 4).sum().backward()
+    with pytest.raises(ValueError, match=r"no step has used them: save after optimizer\.step\(\)"):
+        called[how]()
+    assert not (tmp_path / "c").exists()
+    optimizer.reduce_gradients()  # between the mean and the step there is no state either
+    with pytest.raises(ValueError, match="no step has used them"):
+        called[how]()
+    optimizer.step()
+    called[how]()
+    if ctx.coord("dp") == 1:
+        (used * 4).sum().backward()
+    optimizer.zero_grad()
+    called[how]()
+
+
+@pytest.mark.parametrize("kind", ["Zero1", "AdamW"])
+@each_rank(dp=1, tp=2)
+def test_a_checkpoint_of_an_earlier_version_with_sums_is_refused(
+    ctx: ParallelContext, tmp_path: Path, kind: str
+) -> None:
+    """``load_state_dict`` of a plain optimizer would take any key, and never use this one."""
+    net = cut_net(FULL, ctx)
+    optimizer = AdamW(net.named_parameters(), lr=1e-2)
+    for p in net.parameters():
+        optimizer.state[p]["gradient"] = torch.ones_like(p)
+    save({"model": net.state_dict(), "optimizer": optimizer}, tmp_path / "c")
+
+    other = optimizer if kind == "AdamW" else Zero1(AdamW, net.named_parameters(), lr=1e-2)
+    with pytest.raises(CheckpointError, match="between the backwards of one step"):
+        load(tmp_path / "c", net, optimizer=other)
+    with pytest.raises(CheckpointError, match="between the backwards of one step"):
+        load(tmp_path / "c", net)
+    if isinstance(other, Zero1):
+        with pytest.raises(ValueError, match="between the backwards of one step"):
+            other.load_state_dict(optimizer.state_dict())
+    with pytest.warns(UserWarning, match="left out") if ctx.rank == 0 else nullcontext():
+        assert load(tmp_path / "c", net, strict=False) == {}
+
+
+@each_rank(dp=1, tp=1)
+def test_a_save_in_the_background_holds_the_values_of_its_call(ctx: ParallelContext, tmp_path: Path) -> None:
+    """At dp=1 the gathered values are the optimizer's own memory, which the next step changes."""
+    model, optimizer = stepped(torch.float32, 1)
+    want = [t.clone() for t in tensors_of(optimizer)]
+    started = Save({"optimizer": optimizer}, tmp_path / "c", Options(async_save=True))
+    stepped(torch.float32, 1, (model, optimizer))
+    started.put_together([started.write()])
+    started.close()
+    found = tensors_of(load(tmp_path / "c")["optimizer"])
+    assert len(found) == len(want)
+    assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+
+
+def tensors_of(state: Any) -> list[Tensor]:
+    saved = state.state_dict() if isinstance(state, Zero1) else state
+    return [t for values in saved["state"].values() for t in values.values()]

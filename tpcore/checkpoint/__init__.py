@@ -11,11 +11,10 @@ from torch import nn
 
 from ..runtime.consensus import gather, together
 from ..runtime.context import current
-from ..train.zero import Zero1
 from .forms.registry import open_source
 from .forms.source import Reading
 from .manifest import newest
-from .read.model import Loading, cut_anew, give, parameters_of
+from .read.model import Loading
 from .read.source import StrPath
 from .storage.files import naming
 from .write.background import save_in_background, wait
@@ -98,24 +97,12 @@ def load(
     target, key, module = _targets(model, optimizer, model_key, sharded)
     if "tp" in ctx.mesh.axes:
         ctx.comm("tp")  # the first use of a group is collective, and here all ranks take part
-    optimizer = target if isinstance(target, torch.optim.Optimizer) else None
     with ExitStack() as stack:
         with together(ctx), naming("load", path):
             source = open_source(path, Reading(model_key, trust, quiet=ctx.rank > 0), stack, sharded=sharded)
             loading = Loading(ctx, source, strict=strict, sharded=sharded)
-            states, rest = loading.states() if module is None and optimizer is not None else (None, {})
-            if states is None:
-                layouts, names = ((), None) if optimizer is None else parameters_of(optimizer, ctx, module)
-                only = key if module is None and target is not None and loading.restaged else None
-                loading.compare(module, layouts, names, only, key if isinstance(target, Zero1) else None)
-        if states is None:
-            if target is None:
-                return loading.run()
-            return loading.run(lambda rest, runs: give(target, rest, runs, key, path, module))
-    with together(ctx):
-        rest[key] = cut_anew(states, optimizer, ctx, path)
-        give(target, rest, {}, key, path)
-    return rest
+            loading.compare(module, target, key)
+        return loading.run()
 
 
 def _targets(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from itertools import product
 from typing import NamedTuple
 
@@ -15,7 +14,6 @@ from ..errors import CheckpointError
 from ..layout.layout import Layout
 from .forms.native import Native
 from .forms.pickles import unsound
-from .forms.registry import open_source
 from .forms.source import Reading
 from .read.source import CutRule, StrPath, cuts_by, opened, part, tensors_of
 from .storage.files import CHUNK, MANIFEST, SILENT, Progress, crc32_of, naming
@@ -47,15 +45,8 @@ class Inspected(NamedTuple):
 def inspect(path: StrPath, *, rules: Sequence[CutRule] = (), how: Reading | None = None) -> Inspected:
     """The tensors in a checkpoint of any form. For tpcore's own form, including other entries' tensors."""
     with opened(path, how or Reading(), rules) as source:
-        if isinstance(source, Native):
-            rows = [_row(name, stored) for name, stored in source.tensors()]
-        else:
-            rows = [_row(name, stored) for name, stored in tensors_of(source, rules).items()]
-        return Inspected(source.path, source.form, source.tp, source.pp, rows)
-
-
-def padded_names(path: StrPath, *, rules: Sequence[CutRule] = (), how: Reading | None = None) -> list[str]:
-    return [row.name for row in inspect(path, rules=rules, how=how).rows if row.padded]
+        found = source.tensors() if isinstance(source, Native) else tensors_of(source, rules).items()
+        return Inspected(source.path, source.form, source.tp, source.pp, [_row(*named) for named in found])
 
 
 def _row(name: str, stored: Stored) -> TensorRow:
@@ -85,8 +76,7 @@ def diff(
 ) -> Iterator[Difference]:
     """Compare the models in two checkpoints of any form and degree. Yields one entry per differing tensor."""
     how = how or Reading()
-    with ExitStack() as stack:
-        one, other = (open_source(os.fspath(path), how, stack) for path in (a, b))
+    with opened(a, how) as one, opened(b, how) as other:
         mine, theirs = (tensors_of(s, rules) for s in (one, other))
         progress.start(sum(map(nbytes_of, mine.values())))
         for name in dict.fromkeys([*mine, *theirs]):

@@ -1,24 +1,18 @@
-"""The manifest of a checkpoint, the names of its files, and the open directories of its ranks."""
+"""The manifest of a checkpoint and the names of its files; the checkpoints of a directory, by number."""
 
 from __future__ import annotations
 
 import os
 import re
 import shutil
-import zlib
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from ..errors import CheckpointError
-from ..layout.layout import Layout
-from ..layout.shard import ShardSpec
-from .storage.files import MANIFEST, PREFIX, FileRecord, crc32_text, damage, dumps, loads, naming, read_file, sync_dir
+from .storage.files import PREFIX, FileRecord, damage, dumps, format_of, loads, naming, sync_dir
 from .storage.publish import resolve
-from .storage.tensorfile import FileTensor, TensorFile, dtype_of
-from .stored import Cut
-from .tree import Leaf, decode
 
 FORMAT = "tpcore.checkpoint"
 VERSION = 2
@@ -103,99 +97,6 @@ def check_format(top: Any, path: str) -> None:
         )
 
 
-class Checkpoint:
-    """A directory with a valid manifest. Files are opened at first use and closed with ``stack``."""
-
-    def __init__(self, load_dir: str | os.PathLike[str], stack: ExitStack) -> None:
-        self.path = os.path.realpath(load_dir)
-        self.stack = stack
-        manifest = os.path.join(self.path, MANIFEST)
-        with naming("list", self.path):
-            names = os.listdir(self.path)
-        self.manifest = Manifest.from_json(read_file(manifest), manifest)
-        here, listed = {name for name in names if name.startswith(PREFIX)}, set(self.manifest.rank_dirs)
-        for surplus in sorted(here - listed):
-            raise CheckpointError(f"{os.path.join(self.path, surplus)} is of no rank that {manifest} lists")
-        for missing in sorted(listed - here):
-            raise CheckpointError(f"{os.path.join(self.path, missing)} is missing")
-        self.tp, self.pp = self.manifest.degrees
-        self._ranks: dict[tuple[int, int], RankState] = {}
-
-    def rank(self, tp_rank: int, pp_rank: int = 0) -> RankState:
-        at = tp_rank, pp_rank
-        if at not in self._ranks:
-            self._ranks[at] = RankState(self, rank_dir(tp_rank, pp_rank, self.pp))
-        return self._ranks[at]
-
-    def file(self, name: str) -> str:
-        """Path of a file. CheckpointError if the manifest does not list it, or lists another size."""
-        path = os.path.join(self.path, *name.split("/"))
-        record = self.manifest.files.get(name)
-        if record is None:
-            raise CheckpointError(f"{path} is not listed in {os.path.join(self.path, MANIFEST)}")
-        if os.path.realpath(path) != path:
-            raise CheckpointError(f"{path} is a link: a checkpoint's files lie in its directory")
-        with naming("open", path):
-            size = os.stat(path).st_size
-        if size != record.size:
-            raise CheckpointError(f"{path} has {size} bytes, not {record.size} as written: truncated or replaced")
-        return path
-
-
-class RankState:
-    """One rank's directory: its encoded state and its tensors."""
-
-    def __init__(self, checkpoint: Checkpoint, name: str) -> None:
-        self._checkpoint, self._name = checkpoint, name
-        self.path = checkpoint.file(f"{name}/{STATE}")
-        self._files: dict[str, TensorFile] = {}
-        data = read_file(self.path)
-        if checkpoint.manifest.files[f"{name}/{STATE}"].crc32 != crc32_text(zlib.crc32(data)):
-            raise CheckpointError(f"{self.path} is damaged, or of another save: {MANIFEST} has another checksum")
-        top = loads(data, self.path, halves=True)
-        check_format(top, self.path)
-        self._check_save(top.get("save_id"), top.get("rank"), self.path)
-        with damage(self.path):
-            tree, self._records = top["state"], top["tensors"]
-        try:  # here, where the file is known
-            self.state = decode(tree)
-        except CheckpointError as e:
-            raise CheckpointError(f"{self.path}: {e}") from e
-        if not isinstance(self.state, dict):
-            raise CheckpointError(f"{self.path}: a dict is missing where a checkpoint has one")
-
-    def _check_save(self, save_id: Any, rank: Any, path: str) -> None:
-        if save_id != self._checkpoint.manifest.save_id:
-            raise CheckpointError(f"{path} is of another save than {MANIFEST}: {save_id}")
-        if rank != self._name:
-            raise CheckpointError(f"{path} is of the directory {rank}")
-
-    def _open(self, file: str) -> TensorFile:
-        if file not in self._files:
-            opened = TensorFile(self._checkpoint.file(f"{self._name}/{file}"))
-            self._checkpoint.stack.callback(opened.close)
-            self._check_save(opened.metadata.get("save_id"), opened.metadata.get("rank"), opened.path)
-            self._files[file] = opened
-        return self._files[file]
-
-    def tensor(self, leaf: Leaf) -> tuple[FileTensor, Cut]:
-        file, name = leaf.file, leaf.name
-        records = self._records.get(file) if isinstance(self._records, dict) else None
-        if isinstance(records, dict) and name not in records:
-            raise CheckpointError(f"{self.path} has no tensor {name!r} of {file}")
-        try:
-            record = self._records[file][name]
-            dtype, shape = dtype_of(record["dtype"]), tuple(int(s) for s in record["shape"])
-            cut: Cut = record["spec"]
-            if isinstance(cut, dict):
-                # version 1 does not record the axis, which is always tp
-                cut = Layout.of(ShardSpec.from_json(cut), *record.get("axes", ("tp",)))
-            crc32 = str(record["crc32"])
-        except (KeyError, TypeError, ValueError, AttributeError, CheckpointError) as e:
-            raise CheckpointError(f"{self.path}: the record of {name!r} in {file} is damaged: {e!r}") from e
-        return self._open(file).recorded(name, dtype, shape, crc32), cut
-
-
 _NUMBERED = re.compile(r"(.*?)(\d+)")
 
 
@@ -221,10 +122,8 @@ def _numbered(names: Iterable[str], stem: str | None = None) -> list[tuple[int, 
 def _is_checkpoint(folder: str) -> bool:
     """Whether ``folder`` has a manifest, and not one of a traced model for example. Of what another version of tpcore
     wrote, and of what is damaged further on, loading says so: an older checkpoint is not taken in its place."""
-    path = os.path.join(folder, MANIFEST)
     with suppress(CheckpointError):
-        top = loads(read_file(path), path)
-        return isinstance(top, dict) and top.get("format") == FORMAT
+        return format_of(folder) == FORMAT
     return False
 
 

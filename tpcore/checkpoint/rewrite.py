@@ -145,17 +145,27 @@ def _copy_model_files(src: str, stage: str, out: str, config: str) -> list[str]:
 
 @contextmanager
 def _beside(target: str) -> Iterator[str]:
-    """A path to write at, until it is renamed to ``target``. What killed processes have left there goes."""
+    """A path to write at, which is then renamed to ``target``; if that is a directory, the files are moved there, the
+    index last. What killed processes have left there goes."""
     parent, name = os.path.split(target)
     make_dirs(parent)
     with naming("write in", parent), OwnedDirectory(f".{name}.writing-", parent) as folder:
-        yield os.path.join(folder, "new")
+        new = os.path.join(folder, "new")
+        yield new
+        with naming("put in place", target):
+            if not os.path.isdir(target):
+                os.rename(new, target)
+            else:
+                for file in sorted(os.listdir(new), key=lambda n: (n.endswith(INDEX), n)):
+                    os.rename(os.path.join(new, file), os.path.join(target, file))
+                sync_dir(target)
+        sync_dir(parent)
 
 
 @contextmanager
 def _new_files(out: str) -> Iterator[str]:
-    """A directory to write in. Its files are then moved to ``out``, the index last. CheckpointError if
-    ``out`` has files of weights already, or is a checkpoint: the next save there would leave old weights."""
+    """A directory to write in for ``out``. CheckpointError if ``out`` has files of weights already, or is a checkpoint:
+    the next save there would leave old weights."""
     out = os.path.realpath(out)
     held = os.listdir(out) if os.path.isdir(out) else []
     if MANIFEST in held:
@@ -167,14 +177,6 @@ def _new_files(out: str) -> Iterator[str]:
         with naming("make the directory", stage):
             os.mkdir(stage)
         yield stage
-        with naming("put in place", out):
-            if not os.path.isdir(out):
-                os.rename(stage, out)
-            else:
-                for name in sorted(os.listdir(stage), key=lambda n: (n.endswith(INDEX), n)):
-                    os.rename(os.path.join(stage, name), os.path.join(out, name))
-                sync_dir(out)
-        sync_dir(os.path.dirname(out))
 
 
 # -- for another degree, and without pickle --------------------------------------------------------------------
@@ -274,7 +276,4 @@ def convert(
         with _beside(target) as temporary:
             progress.start(sum(map(nbytes_of, tensors.values())))
             write_tensors(temporary, tensors, {"format": "pt", **ties}, progress, summed=False)
-            with naming("put in place", target):
-                os.rename(temporary, target)
-            sync_dir(os.path.dirname(target))
     return [os.path.basename(target)]

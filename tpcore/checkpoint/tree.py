@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ TAG = "$"
 _DICTS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
 _DEPTH = 100
 Path = tuple[Any, ...]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -116,17 +117,17 @@ def decode(tree: Any, path: Path = ()) -> Any:
     raise CheckpointError(f"unknown tag {tag!r}: written by a newer tpcore?")
 
 
-def filled(value: Any, fill: Callable[[Leaf, Path], Any], path: Path = ()) -> Any:
-    """``value`` with ``fill(leaf, path)`` in place of each Leaf in it."""
-    if isinstance(value, Leaf):
+def filled(value: Any, kind: type[T], fill: Callable[[T, Path], Any], path: Path = ()) -> Any:
+    """``value`` with ``fill(item, path)`` in place of each item of a ``kind`` in it."""
+    if isinstance(value, kind):
         return fill(value, path)
     if isinstance(value, list | tuple):
-        return type(value)(filled(item, fill, (*path, i)) for i, item in enumerate(value))
+        return type(value)(filled(item, kind, fill, (*path, i)) for i, item in enumerate(value))
     if not isinstance(value, dict):
         return value
     out = type(value)()
     for key, item in value.items():
-        out[key] = filled(item, fill, (*path, key))
+        out[key] = filled(item, kind, fill, (*path, key))
     if hasattr(value, "_metadata"):
         out._metadata = value._metadata  # type: ignore[attr-defined]
     return out
@@ -172,3 +173,31 @@ def parameter_names(groups: list[Any]) -> Iterator[tuple[int, str]]:
             if not isinstance(index, int) or not isinstance(name, str):
                 raise CheckpointError(f"an optimizer's param_groups name parameter {index!r} {name!r}")
             yield index, name
+
+
+def merged(stages: Sequence[dict[str, Any]], names: Sequence[str] | None) -> dict[str, Any] | None:
+    """One optimizer's state of the stages', for the parameters ``names`` in order; None if a stage has no names."""
+    groups = [optimizer["param_groups"] for optimizer in stages]
+    if len({len(g) for g in groups}) > 1 or not all(_named(group) for g in groups for group in g):
+        return None
+    state: dict[int, Any] = {}
+    merged_groups: list[dict[str, Any]] = []
+    number = 0
+    for group_of_stages in zip(*groups, strict=True):
+        members: dict[str, tuple[int, int]] = {}  # the first stage wins for a parameter of several stages
+        for stage, group in enumerate(group_of_stages):
+            for name, index in zip(group["param_names"], group["params"], strict=True):
+                members.setdefault(name, (stage, index))
+        wanted = [name for name in (members if names is None else names) if name in members]
+        for at, name in enumerate(wanted, number):
+            stage, index = members[name]
+            if index in stages[stage]["state"]:
+                state[at] = stages[stage]["state"][index]
+        numbers = list(range(number, number + len(wanted)))
+        merged_groups.append({**group_of_stages[0], "params": numbers, "param_names": wanted})
+        number += len(wanted)
+    return {**stages[0], "state": state, "param_groups": merged_groups}
+
+
+def _named(group: Any) -> bool:
+    return isinstance(group, dict) and len(group.get("param_names") or ()) == len(group["params"])

@@ -91,7 +91,7 @@ def reshard(
     as_json: Json = False,
 ) -> None:
     """Write the checkpoint for another tensor-parallel degree, optimizer state included."""
-    from ..checkpoint.inspect import padded_names
+    from ..checkpoint.inspect import inspect as inspect_checkpoint
     from ..checkpoint.rewrite import reshard as reshard_checkpoint
 
     reading = _reading(model_key, cut, trust)
@@ -99,8 +99,8 @@ def reshard(
         left = reshard_checkpoint(src, out, tp, strict=strict, **reading, progress=progress)
     report = f"{out}: for tp={tp}", *(f"left out: {why}" for why in left)
     tell({"out": out, "tp": tp, "left_out": left}, as_json, *report)
-    before = set(padded_names(src, **reading))
-    padded = [name for name in padded_names(out, **reading) if name not in before]
+    before = {row.name for row in inspect_checkpoint(src, **reading).rows if row.padded}
+    padded = [row.name for row in inspect_checkpoint(out).rows if row.padded and row.name not in before]
     if padded and not as_json:
         more = f" and {len(padded) - 3} more" if len(padded) > 3 else ""
         typer.echo(

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 from ...errors import CheckpointError
 from ..storage.files import open_regular
 from ..stored import MemoryShard
-from ..tree import is_nested, is_optimizer
+from ..tree import is_nested, is_optimizer, leaves
 from .source import Reading
 
 _DEEPEST = 100  # levels, as in a tpcore checkpoint
@@ -173,11 +173,8 @@ def differing(rests: Sequence[Mapping[Any, Any]]) -> list[Any]:
 
 
 def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, Mapping) and isinstance(b, Mapping):  # in any order
-        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        return len(a) == len(b) and all(map(_same, a, b))
-    return equal(a, b)
+    x, y = dict(leaves(a)), dict(leaves(b))  # in any order
+    return x.keys() == y.keys() and all(equal(x[path], y[path]) for path in x)
 
 
 def equal(a: Any, b: Any) -> bool:

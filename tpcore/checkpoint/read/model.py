@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -15,7 +15,7 @@ from ...layers.sharding import Sharding, layouts, stamp
 from ...layout.layout import Layout
 from ...runtime.consensus import gather, together
 from ...runtime.context import ParallelContext
-from ...train.zero import OF_SUMS, SUMS, ReadRun, Zero1, fitted, renumbered
+from ...train.zero import OF_SUMS, SUMS, Zero1, fitted, renumbered
 from ..forms.pickles import in_own_memory, mapped
 from ..forms.rank_files import in_order
 from ..forms.source import Cuts, OfParameter, Source, Stage
@@ -35,9 +35,13 @@ class Loading:
         self._ctx, self._source, self._strict, self._sharded = ctx, source, strict, sharded
         self._quiet = quiet
         at, axes = ctx.mesh.coords(ctx.rank), ctx.mesh.axes
-        self._rank, self._n = at.get("tp", 0), axes.get("tp", 1)
+        self._n = axes.get("tp", 1)
         self._pp_rank, pp = (at.get("pp", 0), axes.get("pp", 1)) if sharded else (0, 1)
-        self.restaged = source.pp != pp
+        self._restaged = source.pp != pp
+        self._own = at.get("tp", 0) if sharded and source.tp == self._n and not self._restaged else None
+        self._model: nn.Module | None = None
+        self._target: Any = None
+        self._key: Any = None
         self._filled: dict[Stored, tuple[ReadPlan, Tensor]] = {}  # tensors outside of the model
         self._fit: Fit | None = None
         self._wants: dict[Stored, Layout] = {}  # layouts of optimizers' tensors that differ from the file's
@@ -46,64 +50,52 @@ class Loading:
         self._rest: Any = {}
         self._notes: list[str] = []
 
-    def states(self) -> tuple[Sequence[Mapping[str, Any]] | None, dict[Any, Any]]:
-        """Entry ``model_key`` of each rank, and the entries all have. None at one degree, and if cuts are recorded."""
-        if self.restaged or (self._sharded and self._source.tp == self._n):
-            return None, {}
-        stage = self._source.stage(self._pp_rank, None, _cuts_of(None))
-        states = stage.states()
-        bound = stage.bound() if self._sharded else ()
-        return states, {} if states is None else stage.entries(self._fill, bound)
-
-    def compare(
-        self,
-        model: nn.Module | None,
-        parameters: Sequence[Layout | None] = (),
-        names: Sequence[str] | None = None,
-        key: str | None = None,
-        later: str | None = None,
-    ) -> None:
-        """Check that everything can be loaded, before anything is changed. ``parameters``, ``names``: layouts and names
-        of an optimizer's parameters, in the order of its groups. ``key``: the entry that the optimizer loads; others
-        may be left out. ``later``: the entry of an optimizer that reads its tensors by itself, in ``run``."""
+    def compare(self, model: nn.Module | None, target: Any = None, key: Any = None) -> None:
+        """Check that everything can be loaded, before anything is changed. ``target``: takes the entry ``key`` by its
+        ``load_state_dict``, in ``run``; a Zero1 then reads its tensors by itself."""
+        self._model, self._target, self._key = model, target, key
+        optimizer = target if isinstance(target, torch.optim.Optimizer) else None
+        parameters, names = ((), None) if optimizer is None else parameters_of(optimizer, self._ctx, model)
         by_name: dict[str, Layout] = {} if model is None else layouts(model)
         saved: Mapping[str, Any] = {}
         by_name |= {name: cut for name, cut in zip(names or (), parameters, strict=False) if cut is not None}
         if model is not None and names is None:
             names = [name for name, _ in model.named_parameters()]
-        if self.restaged:
-            stage = self._source.entries_of_all(_cuts_of(model), names)
-        else:
-            own = self._rank if self._source.tp == self._n else None
-            stage = self._source.stage(self._pp_rank, own, _cuts_of(model))
+        stage = self._source.stage(None if self._restaged else self._pp_rank, self._own, _cuts_of(model), names)
+        recut = model is None and optimizer is not None and self._own is None and not self._restaged
+        if recut and (states := stage.states()) is not None:
+            self._rest = stage.entries(self._fill, stage.bound() if self._sharded else ())
+            self._rest[key] = cut_anew(states, optimizer, self._ctx, self._source.path)
+            return
         if model is not None:
-            saved = self._model(model, stage)
+            saved = self._saved(model, stage)
             self._fit = Fit(model, saved, self._ctx, self._source.path, strict=self._strict)
         tensors = list(stage.of_parameters())
         bound = self._follow(tensors, by_name, parameters if model is None else (), saved)
         bound |= stage.bound(model=model is None) if self._sharded else {}
         bound |= {of.key: OF_SUMS for of in tensors if of.stored.where.endswith(f".{SUMS}")}
+        alone = model is None and target is not None and self._restaged  # then the others may be left out
         for why in dict.fromkeys(bound.values()):
-            if self._strict and (key is None or bound.get(key) == why):
+            if self._strict and (not alone or bound.get(key) == why):
                 keys = ", ".join(dotted((key,)) for key in bound if bound[key] == why)
                 raise CheckpointError(f"{why}. strict=False leaves {keys} out")
             self._notes.append(f"left out: {why}")
         for of in tensors:
-            if later is not None and of.key == later and of.stored.first.shape:
+            if isinstance(target, Zero1) and of.key == key and of.stored.first.shape:
                 plan = self._plan(of.stored)
                 self._later[of.stored] = plan, torch.empty(plan.shape, dtype=plan.dtype, device="meta")
         self._rest = stage.entries(self._fill, bound, model=model is None)
         if self._fit is not None:
             self._fit.verify()
 
-    def _model(self, model: nn.Module, stage: Stage) -> Mapping[str, Any]:
+    def _saved(self, model: nn.Module, stage: Stage) -> Mapping[str, Any]:
         """The saved state for this model: of its stage, or of all stages if that lacks some of its names."""
-        saved, pp = {} if self.restaged else stage.model(self._fill), self._ctx.mesh.axes.get("pp", 1)
+        saved, pp = {} if self._restaged else stage.model(self._fill), self._ctx.mesh.axes.get("pp", 1)
         wanted = model.state_dict(keep_vars=True).keys()
         if not self._sharded:
             saved = aligned(saved, set(wanted))
             return saved if pp == 1 else self._of_this_stage(saved, wanted)
-        if not self.restaged and (self._source.pp == 1 or wanted <= saved.keys()):
+        if not self._restaged and (self._source.pp == 1 or wanted <= saved.keys()):
             return saved
         every = model_of(self._source, _cuts_of(model))
         return (every if pp == 1 else self._of_this_stage(every, wanted)) | saved
@@ -169,10 +161,9 @@ class Loading:
             self._filled[stored] = plan, out
         return self._filled[stored][1]
 
-    def run(self, take: Callable[[Any, Mapping[int, ReadRun]], None] | None = None) -> Any:
-        """Read, after ``compare``. Returns the entries other than the model. Collective over the world. ``take``:
-        called with them, and with a reader by the ``id`` of each tensor on meta in them, before the model is
-        changed."""
+    def run(self) -> Any:
+        """Read, after ``compare``. Returns the entries that neither the model nor the target takes. Collective over
+        the world."""
         ctx, path = self._ctx, self._source.path
         seen = set(gather(self._source.save_id, ctx.world))
         if len(seen) > 1:
@@ -186,9 +177,9 @@ class Loading:
                 plan.verify()
             for plan, out in self._filled.values():
                 plan.fill(out)
-        if take is not None:
+        if self._target is not None:
             with together(ctx), naming("load", path):
-                take(self._rest, {id(like): plan.fill_run for plan, like in self._later.values()})
+                self._give()
         # the model last, so that as little as possible can fail once it has changed
         with together(ctx), naming("load", path):
             if self._fit is not None:
@@ -199,6 +190,19 @@ class Loading:
             for note in self._notes if ctx.rank == 0 and not self._quiet else ():
                 warnings.warn(note, stacklevel=3)
         return self._rest
+
+    def _give(self) -> None:
+        """Let the target take its entry out of those that were read, before the model is changed."""
+        if self._key not in self._rest:
+            raise ValueError(f"{self._source.path} has no entry {self._key!r}; it has {list(self._rest)}")
+        saved, target = self._rest.pop(self._key), self._target
+        if isinstance(target, torch.optim.Optimizer) and is_optimizer(saved):
+            known = {} if self._model is None else dict(self._model.named_parameters(remove_duplicate=False))
+            saved = fitted(target, saved, known)
+        if isinstance(target, Zero1):
+            target.load_outline(saved, {id(like): plan.fill_run for plan, like in self._later.values()})
+        else:
+            target.load_state_dict(saved)
 
 
 def _cuts_of(model: nn.Module | None) -> Cuts:
@@ -221,22 +225,6 @@ def parameters_of(
         known = {id(p): name for name, p in model.named_parameters()}
         names = [known[id(p)] for p in params if id(p) in known]
     return layouts, names if len(names) == len(params) else None
-
-
-def give(
-    target: Any, entries: Any, runs: Mapping[int, ReadRun], key: Any, path: str, model: nn.Module | None = None
-) -> None:
-    """Let ``target`` take its entry out of those that were read. ``model``: whose parameters an optimizer has."""
-    if key not in entries:
-        raise ValueError(f"{path} has no entry {key!r}; it has {list(entries)}")
-    saved = entries.pop(key)
-    if isinstance(target, torch.optim.Optimizer) and is_optimizer(saved):
-        known = {} if model is None else dict(model.named_parameters(remove_duplicate=False))
-        saved = fitted(target, saved, known)
-    if isinstance(target, Zero1):
-        target.load_outline(saved, runs)
-    else:
-        target.load_state_dict(saved)
 
 
 def cut_anew(states: Sequence[Mapping[str, Any]], optimizer: Any, ctx: ParallelContext, where: str) -> dict[str, Any]:

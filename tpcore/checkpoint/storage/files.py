@@ -218,6 +218,13 @@ def loads(data: bytes, path: str, *, halves: bool = False) -> Any:
     return found
 
 
+def format_of(folder: str) -> object:
+    """The format that the manifest in ``folder`` names, if any. CheckpointError if it cannot be read."""
+    path = os.path.join(folder, MANIFEST)
+    top = loads(read_file(path), path)
+    return top.get("format") if isinstance(top, dict) else None
+
+
 def _finite(word: str) -> float:
     value = float(word)
     if not math.isfinite(value):

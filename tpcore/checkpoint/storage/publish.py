@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO
 
 from ...errors import CheckpointError
-from .files import CANNOT, MANIFEST, PREFIX, loads, make_dirs, naming, read_file, sync_dir
+from .files import CANNOT, MANIFEST, PREFIX, format_of, make_dirs, naming, sync_dir
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # <fcntl.h> and <linux/fs.h>
 _CANNOT_LINK = {*CANNOT, errno.EPERM, errno.EMLINK, errno.EXDEV}
@@ -136,16 +136,14 @@ def _refuse_other_files(target: str, format: str, also: Collection[str], others_
     if MANIFEST not in names:
         wrong += mine
     else:
-        path = os.path.join(target, MANIFEST)
         try:
-            top = loads(read_file(path), path)
+            found = format_of(target)
         except CheckpointError as e:
             raise CheckpointError(f"cannot save to {target}: {e}; give another name, or remove it") from e
-        found = top.get("format") if isinstance(top, dict) else None
         if found != format:
             raise CheckpointError(
-                f"cannot save to {target}: {path} is of the format {found!r}, and saving would replace the "
-                f"directory by one of the format {format!r}: give another name"
+                f"cannot save to {target}: {os.path.join(target, MANIFEST)} is of the format {found!r}, and saving "
+                f"would replace the directory by one of the format {format!r}: give another name"
             )
     if wrong:
         raise CheckpointError(

@@ -51,7 +51,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 def dtype_of(name: str) -> torch.dtype:
     found = getattr(torch, name, None) if re.fullmatch(r"[a-z0-9_]+", name) else None
     if not isinstance(found, torch.dtype):
-        raise CheckpointError(f"torch {torch.__version__} has no dtype {name!r}")
+        raise ValueError(f"torch {torch.__version__} has no dtype {name!r}")
     return found
 
 

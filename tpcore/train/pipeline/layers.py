@@ -69,7 +69,7 @@ class PipelinedLayers(nn.Module):
         self.stage = StageLayers(self._modules, ctx.coord("pp"))
         self._instead: Instead | None = None
         self._compared: set[str] = set()
-        self.register_load_state_dict_post_hook(_stamp_again)
+        self.register_load_state_dict_post_hook(PipelinedLayers.mark_places)
         self.mark_places()
 
     def __iter__(self) -> Iterator[nn.Module]:
@@ -210,7 +210,7 @@ class PipelinedLayers(nn.Module):
     def _slot(self, number: int) -> Slot:
         return Slot("pp", number, self.num_layers)
 
-    def mark_places(self) -> None:
+    def mark_places(self, _: object = None) -> None:
         """Mark parameters and buffers with their stage. Call it again after they are replaced."""
         if self.pp.size == 1:
             return
@@ -248,8 +248,3 @@ class PipelinedLayers(nn.Module):
     def extra_repr(self) -> str:
         held = ", ".join(name for name, _ in self.named_children())
         return f"{held} of {self.num_layers} layers, pp={self.pp.size}, num_microbatches={self.num_microbatches}"
-
-
-def _stamp_again(layers: nn.Module, keys: Any) -> None:
-    if isinstance(layers, PipelinedLayers):
-        layers.mark_places()

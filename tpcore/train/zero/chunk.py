@@ -225,7 +225,7 @@ Segments = list[ChunkSegment]
 
 def in_buckets(
     chunks: Iterable[ParameterChunk], dtype_of: Callable[[Tensor], torch.dtype], most: int
-) -> Iterable[Segments]:
+) -> list[Segments]:
     """Buckets of segments of the chunks. ``dtype_of``: the dtype to send for a parameter."""
 
     def kind(segment: ChunkSegment) -> tuple[Comm, torch.dtype]:
@@ -245,8 +245,6 @@ class Reduction:
     def buckets(self, chunks: Sequence[ParameterChunk]) -> list[Bucket]:
         """The buckets that a collective reduces, in the order in which backward ends them."""
         last_first = [chunk for chunk in reversed(chunks) if chunk.dp.size > 1]
-        place = {chunk: i for i, chunk in enumerate(last_first)}
-        made = in_buckets(last_first, self._gradients.dtype_of, self._most)
         return [
             Bucket(
                 [*dict.fromkeys(s.chunk.parameter for s in some)],
@@ -254,7 +252,7 @@ class Reduction:
                 partial(self._begin, some),
                 partial(self._put, some),
             )
-            for some in sorted(made, key=lambda some: place[some[-1].chunk])
+            for some in in_buckets(last_first, self._gradients.dtype_of, self._most)
         ]
 
     def run(self, chunks: Sequence[ParameterChunk], under_way: Sequence[Bucket]) -> list[ParameterChunk]:

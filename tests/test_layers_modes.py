@@ -17,7 +17,6 @@ from tpcore.comm import mappings as ops
 from tpcore.layout.mesh import Mesh
 from tpcore.nxd.parallel_layers import layers
 from tpcore.runtime.context import ParallelContext
-from tpcore.testing import run_ranks
 
 CALLS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
     "column": lambda: (tpcore.ColumnParallelLinear(8, 8), torch.randn(4, 8)),
@@ -183,37 +182,24 @@ def _integers(*shape: int, seed: int) -> Tensor:
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("lead", [(5,), (2, 1, 3, 2), ()])
 @pytest.mark.parametrize("layout", ["contiguous", "expanded"])
-def test_any_number_of_leading_dims_and_any_memory_order(tp: int, lead: tuple[int, ...], layout: str) -> None:
-    plain = {"column": nn.Linear(8, 16), "row": nn.Linear(8, 16)}
-    for seed, layer in enumerate(plain.values()):
-        nn.init._no_grad_uniform_(layer.bias, 0, 0)
-        layer.weight.data.copy_(_integers(16, 8, seed=seed))
+@pytest.mark.parametrize("name", ["column", "row"])
+@each_rank(tp="tp")
+def test_any_number_of_leading_dims_and_any_memory_order(
+    ctx: ParallelContext, tp: int, lead: tuple[int, ...], layout: str, name: str
+) -> None:
+    def results(layer: nn.Module) -> list[Any]:
+        x, grad = (_integers(*lead, 8, seed=seed) for seed in (5, 6))
+        if layout == "expanded":
+            x, grad = (t[..., :1].expand_as(t) for t in (x, grad))
+        y = layer(x.requires_grad_())
+        y.backward(grad)
+        return [y.detach(), x.grad, layer.weight.grad]
 
-    def arranged(x: Tensor) -> Tensor:
-        return x[..., :1].expand_as(x) if layout == "expanded" else x
-
-    def grads(layer: nn.Module) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        x = arranged(_integers(*lead, 8, seed=5)).requires_grad_()
-        y = layer(x)
-        assert y.shape == (*lead, 16)
-        y.backward(arranged(_integers(*lead, 16, seed=6)))
-        return y.detach(), x.grad, layer.weight.grad
-
-    want = {name: grads(layer) for name, layer in plain.items()}
-
-    def rank(ctx: ParallelContext) -> None:
-        made = {"column": tpcore.ColumnParallelLinear(8, 16), "row": tpcore.RowParallelLinear(8, 16)}
-        for name, layer in made.items():
-            layer.load_state_dict(
-                {k: s.shard(plain[name].state_dict()[k], ctx.rank, tp) for k, s in layer.shard_specs.items()}
-            )
-            y, gx, _ = grads(layer)
-            assert torch.equal(y, want[name][0])
-            assert gx is not None
-            assert torch.equal(gx, want[name][1])
-            assert torch.equal(layer.weight.grad, layer.shard_specs["weight"].shard(want[name][2], ctx.rank, tp))
-
-    run_ranks(Mesh({"dp": 1, "tp": tp}), rank)
+    plain = nn.Linear(8, 8)
+    plain.load_state_dict({"weight": _integers(8, 8, seed=1), "bias": torch.zeros(8)})
+    layer, (y, grad_x, grad_weight) = loaded(name, plain, ctx), results(plain)
+    want = [y, grad_x, layer.shard_specs["weight"].shard(grad_weight, ctx.coord("tp"), tp)]
+    assert all(map(torch.equal, results(layer), want))
 
 
 def _sums_of_256_and_ones(ctx: ParallelContext) -> list[list[float]]:

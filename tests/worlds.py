@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -30,6 +31,12 @@ def each_rank(**axes: int | str) -> Callable[[Test], Test]:
         return run
 
     return decorate
+
+
+def by_call(table: str) -> dict[str, str]:
+    """What is said of each call of a table: its lines, and indented below it those of a regular expression."""
+    rows = [row.splitlines() for row in re.split(r"\n(?=\S)", table.strip())]
+    return {call: " ".join(line.strip() for line in said) for call, *said in rows}
 
 
 class Alike(ThreadWorld):

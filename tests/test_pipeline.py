@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -89,73 +90,53 @@ def test_over_gloo(pool: Any) -> None:
     pool.run(mesh(2, 2), both_ways, 4, 4, True)
 
 
-# -- a training run ---------------------------------------------------------------------------------------
-def steps(model: nn.Module, run: Callable[[dict[str, Tensor]], Tensor], last: int) -> None:
-    optimizer = torch.optim.AdamW(model.named_parameters(), lr=0.02)
-    for step in range(last):
-        run(batch_of(8, step))
-        tpcore.optimizer_step(optimizer, max_norm=0.5)
-        optimizer.zero_grad()
-
-
-def test_a_checkpoint_opens_on_any_mesh(tmp_path: Path) -> None:
-    """Plain modules' parameters too, and as one file for the plain model."""
-
-    def changed(ctx: ParallelContext) -> nn.Module:
-        model = cut(4, ctx, tied=True)
-        model.layers = tpcore.PipelinedLayers(model.layers, 2, shared=["mix"])
-        steps(model, lambda b: _backward(model(**b)), 2)
-        return model
-
-    def write(ctx: ParallelContext) -> None:
-        checkpoint.save({"model": changed(ctx).state_dict(), "step": 2}, tmp_path / "c")
-
-    def read(ctx: ParallelContext) -> None:
-        want = changed(ctx).state_dict()
-        model = cut(4, ctx, tied=True)
-        model.layers = tpcore.PipelinedLayers(model.layers, 2, shared=["mix"])
-        assert checkpoint.load(tmp_path / "c", model)["step"] == 2
-        for name, value in model.state_dict().items():
-            torch.testing.assert_close(value, want[name], rtol=1e-9, atol=1e-9)
-
-    run_ranks(mesh(2, 2), write)
-    for pp, tp in ((4, 1), (1, 2), (2, 2)):
-        run_ranks(mesh(pp, tp), read)
-    consolidate(tmp_path / "c", tmp_path / "whole")
-    unsharded = plain(4, tied=True)
-    unsharded.load_state_dict(load_file(tmp_path / "whole" / "model.safetensors"), strict=False)
-    (want,) = run_ranks(mesh(1), lambda ctx: changed(ctx).state_dict())
-    for name, value in unsharded.state_dict().items():
-        torch.testing.assert_close(value, want[name], rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("there", [1, 4])
-def test_stages_that_others_wrote(tmp_path: Path, there: int) -> None:
-    """The table on the first of them, head and norm on the last, each cut over tp alone."""
-    full = plain(4).state_dict()
-    files = [(stage, rank) for stage in range(there) for rank in range(2)]
-    for stage, rank in files:
+# -- checkpoints ------------------------------------------------------------------------------------------
+def written_by_others(full: dict[str, Tensor], stages: int, path: Path) -> None:
+    """The table on the first stage, head and norm on the last, each cut over tp alone."""
+    for stage, rank in itertools.product(range(stages), range(2)):
         part: dict[str, Tensor] = {}
         for name, value in full.items():
             number = int(name.split(".")[1]) if name.startswith("layers") else -1
-            at = number * there // 4 if number >= 0 else 0 if name.startswith("embed") else there - 1
+            at = number * stages // 4 if number >= 0 else 0 if name.startswith("embed") else stages - 1
             dim = 1 if "down.weight" in name else 0 if "norm" not in name and "down" not in name else None
             if at == stage:
                 part[name] = value if dim is None else value.chunk(2, dim)[rank].clone()
-        folder = tmp_path / f"tp_rank_{rank:02d}_pp_rank_{stage:02d}"
-        folder.mkdir()
+        folder = path / f"tp_rank_{rank:02d}_pp_rank_{stage:02d}"
+        folder.mkdir(parents=True)
         torch.save({"model": part, "epoch": 3}, folder / "checkpoint.pt")
 
+
+@pytest.mark.parametrize("stages_of_others", [None, 1, 4])
+def test_a_checkpoint_opens_on_any_mesh(tmp_path: Path, stages_of_others: int | None) -> None:
+    """Plain modules' parameters too; ours as one file for the plain model as well."""
+    tied = stages_of_others is None
+    full = plain(4, tied=tied).state_dict()
+
+    def staged(ctx: ParallelContext) -> nn.Module:
+        model = cut(4, ctx, tied=tied)
+        model.layers = tpcore.PipelinedLayers(model.layers, 2, shared=["mix"])
+        return model
+
+    def write(ctx: ParallelContext) -> None:
+        checkpoint.save({"model": staged(ctx).state_dict(), "epoch": 3}, tmp_path / "c")
+
     def read(ctx: ParallelContext) -> None:
-        model = cut(4, ctx)
+        model = staged(ctx)
         for p in model.parameters():
             nn.init.zeros_(p)
-        model.layers = tpcore.PipelinedLayers(model.layers, 2, shared=["mix"])
-        assert checkpoint.load(tmp_path, model)["epoch"] == 3
+        assert checkpoint.load(tmp_path / "c", model)["epoch"] == 3
         for name, value in model.state_dict().items():
             assert torch.equal(value, part_of(full[name], value, ctx)), name
 
-    for pp, tp in ((1, 1), (2, 2), (4, 1), (2, 1)):
+    if stages_of_others is not None:
+        written_by_others(full, stages_of_others, tmp_path / "c")
+    else:
+        run_ranks(mesh(2, 2), write)
+        consolidate(tmp_path / "c", tmp_path / "whole")
+        whole = load_file(tmp_path / "whole" / "model.safetensors")
+        assert {*whole, "embed.weight", "head.weight"} == {*full}
+        assert all(torch.equal(value, full[name]) for name, value in whole.items())
+    for pp, tp in ((1, 1), (2, 2), (4, 1), (2, 1), (1, 2)):
         run_ranks(mesh(pp, tp), read)
 
 

@@ -11,7 +11,7 @@ import torch
 from nets import Heads, assert_same_parameters, cut_net, ids_of, loss_of, plain_net
 from tiers import tiers
 from torch import Tensor, nn
-from worlds import each_rank
+from worlds import by_call, each_rank
 
 import tpcore
 from tpcore import Mesh, ParallelContext, Zero1
@@ -347,44 +347,42 @@ class Mixes(torch.optim.SGD):
         super().step()
 
 
-def _twice(ctx: ParallelContext, p: nn.Parameter) -> None:
-    Zero1(torch.optim.SGD, [{"params": [p]}, {"params": [p]}], lr=1.0)
-
-
-def _elsewhere(ctx: ParallelContext, p: nn.Parameter) -> nn.Module:
+def elsewhere(ctx: ParallelContext) -> nn.Module:
     other = ParallelContext(type(ctx.backend)(ctx.rank, ctx.backend._world), ctx.mesh, ctx.rank)  # type: ignore[attr-defined]
     with tpcore.use(other):
         return tpcore.ColumnParallelLinear(4, 4, bias=False)
 
 
-ERRORS: dict[str, tuple[Callable[[ParallelContext, nn.Parameter], Any], str]] = {
-    "mixing": (lambda ctx, p: Zero1(Mixes, [p], lr=1.0), "Mixes mixes its entries: a step of a whole"),
-    "mixing, by name": (lambda ctx, p: Zero1(torch.optim.Adafactor, [p]), "Adafactor mixes"),
-    "two groups": (_twice, "more than one parameter group"),
-    "twice in one": (lambda ctx, p: Zero1(torch.optim.SGD, [("p", p), ("q", p)], lr=1.0), "twice in one group"),
-    "another context": (
-        lambda ctx, p: Zero1(torch.optim.SGD, _elsewhere(ctx, p).named_parameters(), lr=1.0),
-        "'weight' .* another context",
-    ),
-    "cut over dp": (
-        lambda ctx, p: Zero1(
-            torch.optim.SGD, tpcore.ColumnParallelLinear(4, 4, group=ctx.comm("dp")).named_parameters(), lr=1.0
-        ),
-        "'weight' .* cut over dp",
-    ),
-    "bucket": (lambda ctx, p: Zero1(torch.optim.SGD, [p], lr=1.0, bucket_mb=0), "bucket_mb must be above 0"),
-    "dtype": (lambda ctx, p: Zero1(torch.optim.SGD, [p], lr=1.0, master_dtype=torch.int64), "master_dtype must be"),
-    "rate": (lambda ctx, p: Zero1(torch.optim.SGD, [p], lr=-1.0), "learning rate"),
-    "max_norm": (lambda ctx, p: tpcore.optimizer_step(torch.optim.SGD([p], lr=1.0), max_norm=-1), "max_norm"),
-}
+ERRORS = by_call(r"""
+Zero1(Mixes, [p], lr=1.0)
+    Mixes mixes its entries: a step of a whole
+Zero1(optim.Adafactor, [p])
+    Adafactor mixes
+Zero1(optim.SGD, [{"params": [p]}, {"params": [p]}], lr=1.0)
+    more than one parameter group
+Zero1(optim.SGD, [("p", p), ("q", p)], lr=1.0)
+    twice in one group
+Zero1(optim.SGD, elsewhere(ctx).named_parameters(), lr=1.0)
+    'weight' .* another context
+Zero1(optim.SGD, ColumnParallelLinear(4, 4, group=ctx.comm("dp")).named_parameters(), lr=1.0)
+    'weight' .* cut over dp
+Zero1(optim.SGD, [p], lr=1.0, bucket_mb=0)
+    bucket_mb must be above 0
+Zero1(optim.SGD, [p], lr=1.0, master_dtype=torch.int64)
+    master_dtype must be
+Zero1(optim.SGD, [p], lr=-1.0)
+    learning rate
+optimizer_step(optim.SGD([p], lr=1.0), max_norm=-1)
+    max_norm
+""")
 
 
-@pytest.mark.parametrize("case", ERRORS)
+@pytest.mark.parametrize("call", ERRORS)
 @each_rank(dp=2, tp=1)
-def test_what_is_refused(ctx: ParallelContext, case: str) -> None:
-    attempt, match = ERRORS[case]
-    with pytest.raises(ValueError, match=f"(?is){match}"):
-        attempt(ctx, nn.Parameter(torch.ones(4, 4)))
+def test_what_is_refused(ctx: ParallelContext, call: str) -> None:
+    names = {"ctx": ctx, "p": nn.Parameter(torch.ones(4, 4)), "elsewhere": elsewhere, "Mixes": Mixes}
+    with pytest.raises(ValueError, match=f"(?is){ERRORS[call]}"):
+        eval(call, {**vars(tpcore), "torch": torch, "optim": torch.optim, **names})
 
 
 @each_rank(dp=1, tp=2)

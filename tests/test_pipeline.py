@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from pipelines import SEQ, VOCAB, WIDTH, Block, assert_same_gradients, batch_of, cut, part_of, plain, share_of
+from pipelines import ENGINES, WIDTH, Block, assert_same_gradients, backward, batch_of, cut, part_of, plain, share_of
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from worlds import each_rank
@@ -44,16 +44,10 @@ def both_ways(ctx: ParallelContext, layers: int, count: int, tokens: bool) -> se
     want = dense(**batch)
     want.backward()
     model = nn.Module()
-    for engine in ("recomputed", "kept", "lockstep"):
+    for engine in ENGINES:
         model = cut(layers, ctx, tied=True, tokens=tokens)
-        if engine == "lockstep":
-            loss = tpcore.PipelineModel(model, count).run_train(**share_of(batch, ctx))
-        else:
-            again = engine == "recomputed"
-            model.layers = tpcore.PipelinedLayers(model.layers, count, recompute=again, shared=["mix"])
-            loss = model(**share_of(batch, ctx))
-            loss.backward()
-        mean = ctx.comm("dp").all_reduce(loss.detach().reshape(1)) / ctx.comm("dp").size
+        loss = backward(model, engine, count, share_of(batch, ctx))
+        mean = ctx.comm("dp").all_reduce(loss.reshape(1)) / ctx.comm("dp").size
         torch.testing.assert_close(mean[0], want.detach(), **EXACT)
         tpcore.reduce_gradients(model)
         assert_same_gradients(model, dense, ctx)
@@ -140,11 +134,6 @@ def test_a_checkpoint_opens_on_any_mesh(tmp_path: Path, stages_of_others: int | 
         run_ranks(mesh(pp, tp), read)
 
 
-def _backward(loss: Tensor) -> Tensor:
-    loss.backward()
-    return loss
-
-
 def test_initial_values_are_those_of_one_stage() -> None:
     def parameters(ctx: ParallelContext) -> dict[str, Tensor]:
         torch.manual_seed(3)
@@ -178,16 +167,11 @@ def test_what_is_on_one_stage_alone_says_so(ctx: ParallelContext) -> None:
 @each_rank(pp=2, dp=1, tp=2)
 def test_dropout_is_the_same_when_it_is_computed_again(ctx: ParallelContext) -> None:
     found = []
-    for engine in ("kept", "recomputed", "lockstep"):
+    for engine in ENGINES:
         model = cut(4, ctx, dropout=0.3)
         model.drop = nn.Identity()  # of the whole batch here, of a microbatch there
         torch.manual_seed(11)
-        if engine == "lockstep":
-            loss = tpcore.PipelineModel(model, 4).run_train(**batch_of(8))
-        else:
-            again = engine == "recomputed"
-            model.layers = tpcore.PipelinedLayers(model.layers, 4, recompute=again, shared=["mix"])
-            loss = _backward(model(**batch_of(8))).detach()
+        loss = backward(model, engine, 4, batch_of(8))
         found.append((loss, [p.grad for p in model.parameters()], torch.rand(3)))
     for loss, grads, after in found[1:]:
         torch.testing.assert_close(loss, found[0][0], **EXACT)
@@ -274,29 +258,25 @@ def test_recomputation_keeps_the_inputs_alone() -> None:
                 return t
 
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-                y = layers(torch.ones(8, SEQ, WIDTH, requires_grad=True), torch.eye(SEQ))
+                y = layers(torch.ones(8, 4, WIDTH, requires_grad=True), torch.eye(4))
             y.sum().backward()
             return sum(saved.values())
 
         return run_ranks(mesh(2), rank)[0]
 
-    unit = 2 * SEQ * WIDTH  # of one microbatch
+    unit = 2 * 4 * WIDTH  # of one microbatch
     # beside the inputs of five ticks: conditions of one element, and the whole output once
     assert kept(True) <= (5 + 4 + 1) * unit
     assert kept(False) > 5 * 10 * unit
 
 
-@pytest.mark.parametrize("engine", ["layers", "lockstep"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_a_dropped_pipeline_is_freed_at_once(engine: str) -> None:
     """Without the garbage collector: it runs on each rank at another time, and memory is needed at once."""
 
     def rank(ctx: ParallelContext) -> bool:
-        model, batch = cut(4, ctx), batch_of(16)
-        if engine == "lockstep":
-            tpcore.PipelineModel(model, 4).run_train(**batch)
-        else:
-            model.layers = tpcore.PipelinedLayers(model.layers, 4, shared=["mix"])
-            model(**batch).backward()
+        model = cut(4, ctx)
+        backward(model, engine, 4, batch_of(16))
         parts = [weakref.ref(part) for part in (*model.modules(), *model.parameters())]
         del model
         return all(part() is None for part in parts)
@@ -333,7 +313,7 @@ def test_arguments_that_take_a_gradient_nested_and_split() -> None:
 
     def run(layers: Any) -> list[Tensor]:
         mine, theirs = x.clone().requires_grad_(), bias.clone().requires_grad_()
-        _backward(biased(layers, mine, theirs))
+        biased(layers, mine, theirs).backward()
         return [mine.grad, theirs.grad]
 
     want = run([Biased() for _ in range(4)])
@@ -470,7 +450,7 @@ def test_stages_of_different_batches_are_told(other: str, at: int, checked: bool
             model.layers = tpcore.PipelinedLayers(model.layers, num_microbatches=2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(3):
-            ids = torch.arange(24).view(8, 3) % (VOCAB - 1)
+            ids = torch.arange(24).view(8, 3) % 23  # of 24 words
             labels = ids + 1
             if ctx.coord("pp") == at and step == (1 if checked else 0):
                 ids = {"ids": torch.zeros_like(ids), "shape": ids[:4]}.get(other, ids)

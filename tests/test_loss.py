@@ -34,11 +34,7 @@ def test_working_in_chunks_changes_no_bit(chunk: int, smoothing: float, monkeypa
     target[0, :2] = -100
 
     def rank(ctx: ParallelContext) -> tuple[Tensor, Tensor]:
-        part = mine(logits, ctx)
-        out = tpcore.parallel_cross_entropy(part, target, smoothing, vocab_size=11)
-        out.sum().backward()
-        assert part.grad is not None
-        return out.detach(), part.grad
+        return _loss_and_grad(ctx, logits, target, label_smoothing=smoothing, vocab_size=11)
 
     want = run_ranks(Mesh({"tp": 2}), rank)
     monkeypatch.setattr(loss, "CHUNK", chunk)
@@ -57,9 +53,9 @@ def test_large_logits_stay_finite(ranks: Ranks, magnitude: float) -> None:
         assert grad.isfinite().all()
 
 
-def _loss_and_grad(ctx: ParallelContext, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+def _loss_and_grad(ctx: ParallelContext, logits: Tensor, target: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     part = mine(logits, ctx)
-    out = tpcore.parallel_cross_entropy(part, target)
+    out = tpcore.parallel_cross_entropy(part, target, **options)
     out.sum().backward()
     assert part.grad is not None
     return out.detach(), part.grad

@@ -179,7 +179,8 @@ class Accumulation:
         for p in parameters if self._dtype is not None else ():
             hooks = getattr(p, "_post_accumulate_grad_hooks", None) or {}
             if p.requires_grad and self._handles.get(p) not in hooks:
-                self._handles[p] = p.register_post_accumulate_grad_hook(AddHook(weakref.ref(self))).id
+                # a reference that keeps no optimizer alive
+                self._handles[p] = p.register_post_accumulate_grad_hook(partial(_add, weakref.ref(self))).id
 
     def add(self, p: Tensor) -> None:
         if p.grad is None or self._dtype is None:
@@ -205,19 +206,9 @@ class Accumulation:
         p.grad = None
 
 
-class AddHook:
-    """A parameter's hook after a gradient is accumulated. It keeps no optimizer alive."""
-
-    def __init__(self, sums: weakref.ref[Accumulation]) -> None:
-        self._sums = sums
-
-    def __call__(self, p: Tensor) -> None:
-        sums = self._sums()
-        if sums is not None:
-            sums.add(p)
-
-    def __deepcopy__(self, memo: object) -> AddHook:
-        return AddHook(self._sums)
+def _add(sums: weakref.ref[Accumulation], p: Tensor) -> None:
+    if (found := sums()) is not None:
+        found.add(p)
 
 
 Segments = list[ChunkSegment]

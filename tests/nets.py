@@ -49,12 +49,12 @@ class PlainNet(nn.Module):
 
 
 class Heads(tpcore.ParallelModule):
-    """q of 4 heads, k and v of 2 in one weight: on 4 ranks each key head is held twice."""
+    """A weight of 16 x 3. By default q of 4 heads, k and v of 2: on 4 ranks each key head is held twice."""
 
-    def __init__(self) -> None:
+    def __init__(self, *blocks: Block, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
-        heads = (Block(8, 2), Block(4, 2, replicate=True), Block(4, 2, replicate=True))
-        self.shard_parameter("weight", ShardSpec((16, 3), 0, heads), nn.init.normal_, torch.float64, None)
+        blocks = blocks or (Block(8, 2), Block(4, 2, replicate=True), Block(4, 2, replicate=True))
+        self.shard_parameter("weight", ShardSpec((16, 3), 0, blocks), nn.init.normal_, dtype, None)
 
 
 def plain_net(sparse: bool = False) -> PlainNet:

@@ -260,15 +260,14 @@ def test_zig_zag_deals_equal_work() -> None:
     assert len(set(run_ranks(Mesh({"cp": 3}), rank))) == 1
 
 
-@pytest.mark.parametrize("half", [0, 1, None, torch.tensor([True]), torch.tensor([False])])
-def test_a_half_is_put_where_it_was_taken(half: Any) -> None:
+@pytest.mark.parametrize(
+    ("half", "signs"),
+    [(0, "--++"), (1, "++--"), (None, "----"), (torch.tensor([True]), "--++"), (torch.tensor([False]), "++--")],
+)
+def test_a_half_is_put_where_it_was_taken(half: Any, signs: str) -> None:
     x = torch.arange(8.0).view(2, 4)
-    got = put(x, half, 1, -take(x, half, 1))
-    start = {0: 0, 1: 2}.get(half if isinstance(half, int) else 1 - int(half) if half is not None else None, 0)
-    size = 4 if half is None else 2
-    want = x.clone()
-    want[:, start : start + size] *= -1
-    assert torch.equal(got, want)
+    want = x * torch.tensor([float(f"{sign}1") for sign in signs])
+    assert torch.equal(put(x, half, 1, -take(x, half, 1)), want)
 
 
 @each_rank(cp=3)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 import os
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from nets import cut_net, plain_net
-from test_optimizer_state import Staged, filled
+from test_optimizer_state import Staged, by_place, filled
 from test_zero import assert_equals, cut, groups_of, mine, plainly, train
 from torch import Tensor, nn
 
@@ -89,11 +88,8 @@ def staged(ctx: ParallelContext, zero: bool, *, named: bool = True) -> tuple[Sta
     params = model.named_parameters() if named else model.parameters()
     optimizer = Zero1(AdamW, params) if zero else AdamW(params)
     for step in (1, 2):
-        for name, p in model.named_parameters():
-            mark = sharding(p)
-            shape = mark.layout.shape if mark else tuple(p.shape)
-            full = torch.arange(1.0, 1 + math.prod(shape)).reshape(shape).sin() * step + sum(map(ord, name))
-            p.grad = mark.layout.shard(full, ctx.rank, ctx.mesh) if mark else full
+        for p, part in by_place(model, ctx, lambda place, step=step: place.sin() * step):
+            p.grad = part
         tpcore.optimizer_step(optimizer)
     return model, optimizer
 

@@ -247,8 +247,7 @@ class Staged(nn.Module):
 def by_place(
     model: nn.Module, ctx: ParallelContext, values: Callable[[Tensor], Tensor]
 ) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Each parameter, and this rank's part of numbers that are functions of its name and of the place in the full tensor
-    (from 1 on), of which ``values`` is one."""
+    """Each parameter, and this rank's part of a tensor that tells names apart and places, which count from 1."""
     for name, p in model.named_parameters():
         mark = sharding(p)
         shape = mark.layout.shape if mark else tuple(p.shape)

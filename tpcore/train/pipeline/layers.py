@@ -19,7 +19,7 @@ from ...runtime import random
 from ...runtime.consensus import compare_ranks
 from ...runtime.context import current
 from .alike import check_layers, one_call_for_all
-from .schedule import EndProgram, Recomputed, Schedule, tick, where
+from .schedule import Recomputed, Schedule, tick, where
 from .stage import LayerArguments, StageLayers, check_count, check_divides, check_told_apart
 
 Instead = Callable[[Tensor, LayerArguments], Tensor]
@@ -167,8 +167,9 @@ class PipelinedLayers(nn.Module):
         """The output of ``call``, this stage on one microbatch, for ``x``."""
         if not torch.is_grad_enabled():
             return call(x)
-        if self.cuts:
-            x = EndProgram.apply(x, self.end_program)
+        if self.cuts and x.requires_grad:
+            x = x.view_as(x)
+            x.register_hook(lambda gradient: self.end_program())
         if not self.recompute:
             return call(x)
         used = [t for t in (*every.tensors(), *self.parameters()) if t.requires_grad]

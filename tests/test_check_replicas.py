@@ -32,7 +32,7 @@ def test_ranks_that_agree(zero: bool) -> None:
     full = plain_net().state_dict()
 
     def rank(ctx: ParallelContext) -> None:
-        net = cut_net(full, ctx)
+        net = cut_net(full)
         optimizer = adamw(net.named_parameters(), zero)
         tpcore.diagnose.check_replicas(net, optimizer)
         for step in range(2):
@@ -41,7 +41,7 @@ def test_ranks_that_agree(zero: bool) -> None:
             tpcore.optimizer_step(optimizer, max_norm=1.0)
             tpcore.diagnose.check_replicas(net, optimizer)
             optimizer.zero_grad()
-        sparse = cut_net(plain_net(sparse=True).state_dict(), ctx, sparse=True)
+        sparse = cut_net(plain_net(sparse=True).state_dict(), sparse=True)
         backward(ctx, sparse)
         tpcore.diagnose.check_replicas(sparse)
         batch = {"ids": ids_of(ctx.coord("dp")), "weights": [torch.ones(3), 2]}
@@ -148,7 +148,7 @@ def test_the_first_that_differs_is_named_on_every_rank(case: str) -> None:
     full = plain_net().state_dict()
 
     def rank(ctx: ParallelContext) -> None:
-        net, optimizer, batch = change(ctx, cut_net(full, ctx))
+        net, optimizer, batch = change(ctx, cut_net(full))
         with pytest.raises(ValueError, match=f"(?s){match}"):
             tpcore.diagnose.check_replicas(net, optimizer, batch=batch)
 

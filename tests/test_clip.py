@@ -46,7 +46,7 @@ def test_clips_as_torch_does_on_the_unsharded_model(tp: int, p: float | str, giv
     clipped = {k: q.grad for k, q in plain.named_parameters() if q.grad is not None}
 
     def rank(ctx: ParallelContext) -> Tensor:
-        net = cut_net(full, ctx)
+        net = cut_net(full)
         loss_of(net, ids_of()).backward()
         norm = tpcore.clip_grad_norm(GIVEN[given](net), 0.1, p)
         torch.testing.assert_close(norm, want, rtol=1e-12, atol=0)

@@ -81,7 +81,7 @@ def test_ten_steps_and_the_state_after_them_are_those_of_the_plain_optimizer(kin
     names = [name for group in want["param_groups"] for name in group["param_names"]]
 
     def rank(ctx: ParallelContext) -> None:
-        net = cut_net(full, ctx)
+        net = cut_net(full)
         optimizer = Zero1(cls, groups_of(net), bucket_mb=1e-3, **options)
         seen = train(net, optimizer, mine(ctx), range(STEPS), cut)
         torch.testing.assert_close(torch.stack(seen), torch.stack(norms), rtol=1e-9, atol=0)
@@ -211,7 +211,7 @@ def _with(kind: str, net: nn.Module, **options: Any) -> torch.optim.Optimizer:
 def test_an_infinity_on_one_rank_is_skipped_by_all(ctx: ParallelContext, where: str, kind: str, bad: float) -> None:
     """Of a weight that is cut, which every rank's norm shows, and of one that is not."""
     full = plain_net().state_dict()
-    net = cut_net(full, ctx)
+    net = cut_net(full)
     optimizer = _with(kind, net)
     train(net, optimizer, mine(ctx), range(2), cut)
     before = {k: v.clone() for k, v in net.state_dict().items()}
@@ -260,7 +260,7 @@ def test_scales_stay_the_same_on_all_ranks(kind: str) -> None:
     assert want == [8.0, 8.0, 4.0, 4.0, 4.0, 8.0]
 
     def rank(ctx: ParallelContext) -> None:
-        net = cut_net(full, ctx)
+        net = cut_net(full)
 
         def step(optimizer: torch.optim.Optimizer, scaling: torch.amp.GradScaler) -> None:
             tpcore.optimizer_step(optimizer, max_norm=0.3, scaler=scaling)
@@ -288,7 +288,7 @@ def test_an_optimizer_made_before_the_model_is_cut() -> None:
     train(plain, torch.optim.AdamW(plain.named_parameters(), lr=1e-2), lambda ids: ids, range(2), plainly)
 
     def rank(ctx: ParallelContext) -> None:
-        net = cut_net(full, ctx)
+        net = cut_net(full)
         values = {n: p.detach() for n, p in net.named_parameters()}
         for p in net.parameters():
             p.data = torch.zeros(11, dtype=p.dtype)

@@ -49,14 +49,14 @@ def test_a_run_goes_on_at_another_mesh(
     later = AdamW(groups_of(plain), lr=1e-2)
 
     def first(ctx: ParallelContext) -> None:
-        net = cut_net(full, ctx)
+        net = cut_net(full)
         optimizer = optimizer_of(net, zero[0], bucket_mb=1e-3) if zero[0] else optimizer_of(net, False)
         train(net, optimizer, mine(ctx), range(3), cut)
         state: Any = optimizer if way == "optimizer" else optimizer.state_dict()
         save({"model": net.state_dict(), "optimizer": state}, tmp_path / "c")
 
     def second(ctx: ParallelContext) -> None:
-        net = cut_net(full, ctx)
+        net = cut_net(full)
         optimizer = optimizer_of(net, zero[1])
         optimizer.load_state_dict(load(tmp_path / "c", net)["optimizer"])
         assert_equals(net, plain, ctx, 1e-12)
@@ -73,7 +73,7 @@ def test_a_run_goes_on_at_another_mesh(
     train(plain, later, lambda ids: ids, range(3, 6), plainly)
 
     def third(ctx: ParallelContext) -> None:
-        net = cut_net(after, ctx)
+        net = cut_net(after)
         optimizer = optimizer_of(net, zero[1])
         load(tmp_path / "c", optimizer, model_key="optimizer")
         train(net, optimizer, mine(ctx), range(3, 6), cut)

@@ -62,7 +62,7 @@ def test_a_checkpoint_of_an_earlier_version_with_sums_is_refused(
     ctx: ParallelContext, tmp_path: Path, kind: str
 ) -> None:
     """``load_state_dict`` of a plain optimizer would take any key, and never use this one."""
-    net = cut_net(FULL, ctx)
+    net = cut_net(FULL)
     optimizer = AdamW(net.named_parameters(), lr=1e-2)
     for p in net.parameters():
         optimizer.state[p]["gradient"] = torch.ones_like(p)
@@ -83,7 +83,7 @@ def test_a_checkpoint_of_an_earlier_version_with_sums_is_refused(
 @each_rank(dp=1, tp=1)
 def test_a_save_in_the_background_holds_the_values_of_its_call(ctx: ParallelContext, tmp_path: Path) -> None:
     """At dp=1 the gathered values are the optimizer's own memory, which the next step changes."""
-    net = cut_net(FULL, ctx)
+    net = cut_net(FULL)
     optimizer = Zero1(AdamW, net.named_parameters(), lr=1e-2)
     backward(net, 0, ctx)
     tpcore.optimizer_step(optimizer)

@@ -104,7 +104,7 @@ def written_by_others(full: dict[str, Tensor], stages: int, path: Path) -> None:
 def test_a_checkpoint_opens_on_any_mesh(tmp_path: Path, stages_of_others: int | None) -> None:
     """Plain modules' parameters too; ours as one file for the plain model as well."""
     tied = stages_of_others is None
-    full = plain(4, tied=tied).state_dict()
+    full = {name: value + 1 for name, value in plain(4, tied=tied).state_dict().items()}  # biases too are not 0
 
     def staged(ctx: ParallelContext) -> nn.Module:
         model = cut(4, ctx, tied=tied)
@@ -112,7 +112,10 @@ def test_a_checkpoint_opens_on_any_mesh(tmp_path: Path, stages_of_others: int | 
         return model
 
     def write(ctx: ParallelContext) -> None:
-        checkpoint.save({"model": staged(ctx).state_dict(), "epoch": 3}, tmp_path / "c")
+        model = staged(ctx)
+        for p in model.parameters():
+            p.data += 1
+        checkpoint.save({"model": model.state_dict(), "epoch": 3}, tmp_path / "c")
 
     def read(ctx: ParallelContext) -> None:
         model = staged(ctx)

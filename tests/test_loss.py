@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from worlds import by_call, each_rank
+from worlds import Peak, by_call, each_rank
 
 import tpcore
 from tpcore.layers import loss
@@ -155,39 +153,16 @@ def test_bad_arguments_are_an_error_on_every_rank(ctx: ParallelContext, call: st
         eval(call, {"torch": torch, "loss": tpcore.parallel_cross_entropy})
 
 
-MEASURE = """
-import sys, torch, tpcore
-from tpcore.runtime.context import ParallelContext, use
-from tpcore.layout.mesh import Mesh
-from tpcore.testing.threads import ThreadBackend, ThreadWorld
+@pytest.mark.parametrize(("dtype", "smoothing"), [(torch.float32, 0.0), (torch.float32, 0.1), (torch.bfloat16, 0.1)])
+def test_memory_beyond_the_gradient_is_a_few_chunks(
+    dtype: torch.dtype, smoothing: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loss, "CHUNK", 4 * 1024)
 
-def peak():
-    for line in open("/proc/self/status"):
-        if line.startswith("VmHWM"):
-            return int(line.split()[1]) * 1024
+    def rank(ctx: ParallelContext) -> None:
+        logits, target = torch.ones(256, 1024, dtype=dtype, requires_grad=True), torch.zeros(256, dtype=torch.int64)
+        with Peak() as found:
+            tpcore.parallel_cross_entropy(logits, target, smoothing, vocab_size=1023).sum().backward()
+        assert found.most <= logits.nbytes + 8 * 4 * loss.CHUNK  # in float32
 
-torch.set_num_threads(1)
-with use(ParallelContext(ThreadBackend(0, ThreadWorld(1)), Mesh({"tp": 1}), 0)):
-    def step(tokens, width, dtype, smoothing):
-        logits = torch.ones(tokens, width, dtype=dtype, requires_grad=True)
-        target = torch.zeros(tokens, dtype=torch.int64)
-        open("/proc/self/clear_refs", "w").write("5")
-        before = peak()
-        tpcore.parallel_cross_entropy(logits, target, smoothing, vocab_size=width - 1).sum().backward()
-        return peak() - before
-    for dtype, smoothing in ((torch.float32, 0.0), (torch.float32, 0.1), (torch.bfloat16, 0.1)):
-        step(64, 4096, dtype, smoothing)
-        # the least of three: pages of torch's own code that come back from the disk count as well
-        print(dtype.itemsize, smoothing, min(step(4096, 4096, dtype, smoothing) for _ in range(3)))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak resident size from /proc")
-def test_memory_beyond_the_gradient_is_a_few_chunks() -> None:
-    """The gradient has the size of the logits, 64 or 32 MiB; a chunk in float32 is 1 MiB."""
-    out = subprocess.run([sys.executable, "-c", MEASURE], capture_output=True, text=True, check=True, timeout=200)
-    lines = [line.split() for line in out.stdout.splitlines()]
-    assert len(lines) == 3
-    for itemsize, smoothing, grown in lines:
-        assert int(grown) <= 4096 * 4096 * int(itemsize) + 8 * 2**20, (itemsize, smoothing, grown)
+    run_ranks(Mesh({"tp": 1}), rank)

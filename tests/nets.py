@@ -15,26 +15,8 @@ from tpcore.runtime.context import ParallelContext
 
 
 class Net(nn.Module):
-    """Cut, replicated and tied parameters, one that is never used, and an uneven vocabulary."""
+    """Tied parameters, one that is never used, and an uneven vocabulary."""
 
-    def __init__(self, sparse: bool = False) -> None:
-        super().__init__()
-        self.embed = tpcore.ParallelEmbedding(10, 8, sparse=sparse, pad=True)
-        self.norm = nn.LayerNorm(8)
-        self.up = tpcore.ColumnParallelLinear(8, 12, gather_output=False)
-        self.down = tpcore.RowParallelLinear(12, 8, input_is_parallel=True)
-        self.head = tpcore.ColumnParallelLinear(8, 10, bias=False, pad=True)
-        self.unused = tpcore.ColumnParallelLinear(4, 4)
-        if not sparse:
-            self.head.weight = self.embed.weight
-
-    def forward(self, ids: Tensor) -> Tensor:
-        h = self.norm(self.embed(ids))
-        y: Tensor = self.head(h + self.down(F.gelu(self.up(h))))
-        return y
-
-
-class PlainNet(nn.Module):
     def __init__(self, sparse: bool = False) -> None:
         super().__init__()
         self.embed = nn.Embedding(10, 8, sparse=sparse)
@@ -45,27 +27,37 @@ class PlainNet(nn.Module):
         if not sparse:
             self.head.weight = self.embed.weight
 
-    forward = Net.forward
+    def forward(self, ids: Tensor) -> Tensor:
+        h = self.norm(self.embed(ids))
+        y: Tensor = self.head(h + self.down(F.gelu(self.up(h))))
+        return y
 
 
 class Heads(tpcore.ParallelModule):
-    """q of 4 heads, k and v of 2 in one weight: on 4 ranks each key head is held twice."""
+    """A weight of 16 x 3. By default q of 4 heads, k and v of 2: on 4 ranks each key head is held twice."""
 
-    def __init__(self) -> None:
+    def __init__(self, *blocks: Block, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
-        heads = (Block(8, 2), Block(4, 2, replicate=True), Block(4, 2, replicate=True))
-        self.shard_parameter("weight", ShardSpec((16, 3), 0, heads), nn.init.normal_, torch.float64, None)
+        blocks = blocks or (Block(8, 2), Block(4, 2, replicate=True), Block(4, 2, replicate=True))
+        self.shard_parameter("weight", ShardSpec((16, 3), 0, blocks), nn.init.normal_, dtype, None)
 
 
-def plain_net(sparse: bool = False) -> PlainNet:
+def plain_net(sparse: bool = False) -> Net:
     torch.manual_seed(0)
-    return PlainNet(sparse).double()
+    return Net(sparse).double()
 
 
-def cut_net(full: dict[str, Tensor], ctx: ParallelContext, sparse: bool = False) -> Net:
-    net = Net(sparse).double()
-    n, r = ctx.comm("tp").size, ctx.coord("tp")
-    net.load_state_dict({k: s.shard(full[k], r, n) for k, s in tpcore.layers.shard_specs(net).items()})
+def cut_net(full: dict[str, Tensor], sparse: bool = False) -> Any:
+    """The net of these parameters, of which some are cut and some are not."""
+    net: Any = Net(sparse).double()
+    net.load_state_dict(full)
+    net.embed = tpcore.ParallelEmbedding.from_plain(net.embed, pad=True)
+    net.up = tpcore.ColumnParallelLinear.from_plain(net.up, gather_output=False)
+    net.down = tpcore.RowParallelLinear.from_plain(net.down, input_is_parallel=True)
+    net.head = tpcore.ColumnParallelLinear.from_plain(net.head, pad=True)
+    net.unused = tpcore.ColumnParallelLinear.from_plain(net.unused)
+    if not sparse:
+        net.head.weight = net.embed.weight
     return net
 
 

@@ -110,6 +110,21 @@ def batch_of(size: int, seed: int = 0) -> dict[str, Tensor]:
     return {"ids": ids, "labels": ids.roll(-1, 1), "scale": scale}
 
 
+ENGINES = ("recomputed", "kept", "lockstep")
+
+
+def backward(model: nn.Module, engine: str, count: int, batch: dict[str, Tensor]) -> Tensor:
+    """The loss of a batch, and backward, by one of the ways to run the stages of ``model`` in microbatches."""
+    if engine == "lockstep":
+        return tpcore.PipelineModel(model, count).run_train(**batch)
+    if not isinstance(model.layers, tpcore.PipelinedLayers):
+        recompute = engine == "recomputed"
+        model.layers = tpcore.PipelinedLayers(model.layers, count, recompute=recompute, shared=["mix"])
+    loss: Tensor = model(**batch)
+    loss.backward()
+    return loss.detach()
+
+
 def share_of(batch: dict[str, Tensor], ctx: ParallelContext) -> dict[str, Tensor]:
     """What this dp rank has of a batch."""
     return {k: v.chunk(ctx.mesh.axes["dp"])[ctx.coord("dp")] for k, v in batch.items()}

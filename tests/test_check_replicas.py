@@ -30,7 +30,7 @@ def adamw(parameters: Any, zero: bool) -> Any:
 @pytest.mark.parametrize("zero", [False, True])
 @each_rank(dp=2, tp=2)
 def test_ranks_that_agree(ctx: ParallelContext, zero: bool) -> None:
-    net = cut_net(plain_net().state_dict(), ctx)
+    net = cut_net(plain_net().state_dict())
     optimizer = adamw(net.named_parameters(), zero)
     check_replicas(net, optimizer)
     for step in range(2):
@@ -39,7 +39,7 @@ def test_ranks_that_agree(ctx: ParallelContext, zero: bool) -> None:
         tpcore.optimizer_step(optimizer, max_norm=1.0)
         check_replicas(net, optimizer)
         optimizer.zero_grad()
-    sparse = cut_net(plain_net(sparse=True).state_dict(), ctx, sparse=True)
+    sparse = cut_net(plain_net(sparse=True).state_dict(), sparse=True)
     backward(ctx, sparse)
     check_replicas(sparse)
     check_replicas(net, batch={"ids": ids_of(ctx.coord("dp")), "weights": [torch.ones(3), 2]})
@@ -141,7 +141,7 @@ WRONG: dict[str, tuple[Callable[[ParallelContext, Net], Found], str]] = {
 @each_rank(dp=2, tp=2)
 def test_the_first_that_differs_is_named_on_every_rank(ctx: ParallelContext, case: str) -> None:
     change, match = WRONG[case]
-    net, optimizer, batch = change(ctx, cut_net(plain_net().state_dict(), ctx))
+    net, optimizer, batch = change(ctx, cut_net(plain_net().state_dict()))
     with pytest.raises(ValueError, match=f"(?s){match}"):
         check_replicas(net, optimizer, batch=batch)
 

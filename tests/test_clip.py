@@ -46,7 +46,7 @@ def test_clips_as_torch_does_on_the_unsharded_model(tp: int, p: float | str, giv
     clipped = {k: q.grad for k, q in plain.named_parameters() if q.grad is not None}
 
     def rank(ctx: ParallelContext) -> Tensor:
-        net = cut_net(full, ctx)
+        net = cut_net(full)
         loss_of(net, ids_of()).backward()
         norm = tpcore.clip_grad_norm(GIVEN[given](net), 0.1, p)
         torch.testing.assert_close(norm, want, rtol=1e-12, atol=0)
@@ -121,11 +121,6 @@ def _converted(net: nn.Module) -> nn.Module:
     return net.to(torch.float64)
 
 
-def _assigned(net: nn.Module) -> nn.Module:
-    net.load_state_dict({k: v.clone() for k, v in net.state_dict().items()}, assign=True)
-    return net
-
-
 def _emptied(net: nn.Module) -> nn.Module:
     state = {k: v.clone() for k, v in net.state_dict().items()}
     net = net.to("meta").to_empty(device="cpu")
@@ -153,8 +148,8 @@ def _with(future: Callable[[bool], None], change: Callable[[nn.Module], nn.Modul
     return changed
 
 
-def _loaded(net: nn.Module) -> nn.Module:
-    net.load_state_dict({k: v.clone() for k, v in net.state_dict().items()})
+def _loaded(net: nn.Module, *, assign: bool = False) -> nn.Module:
+    net.load_state_dict({k: v.clone() for k, v in net.state_dict().items()}, assign=assign)
     return net
 
 
@@ -170,7 +165,7 @@ CHANGES: dict[str, Callable[[nn.Module], nn.Module]] = {
     "to(device)": lambda net: net.to("cpu"),
     "move_model_to_device": lambda net: tpcore.layers.move_model_to_device(net, "cpu"),
     "deepcopy": copy.deepcopy,
-    "load_state_dict(assign=True)": _assigned,
+    "load_state_dict(assign=True)": lambda net: _loaded(net, assign=True),
     "to meta and to_empty": _emptied,
     "parameters put in their place": _replaced,
     "half and back": lambda net: net.half().float(),

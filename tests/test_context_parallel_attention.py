@@ -168,7 +168,8 @@ def test_of_any_strides_and_values_of_another_width(
             torch.testing.assert_close(t, layer.order.cut(expected, 2), rtol=EXACT, atol=EXACT)
 
 
-def test_second_derivatives_are_right_or_refused() -> None:
+@each_rank(cp=2)
+def test_second_derivatives_are_right_or_refused(ctx: tpcore.ParallelContext) -> None:
     """With capped scores, which torch computes by operations that have them."""
 
     def twice(attend: Callable[..., Tensor], leaves: list[Tensor]) -> tuple[Tensor, ...]:
@@ -181,20 +182,15 @@ def test_second_derivatives_are_right_or_refused() -> None:
 
     leaves = [t.requires_grad_() for t in inputs(4)[:3]]
     want = twice(plain, leaves)
-
-    def rank(ctx: tpcore.ParallelContext) -> None:
-        for way in ("gather", "ulysses", "ring"):
-            layer = ContextParallelAttention(way, scale=0.3, softcap=2.0)
-            mine = [layer.order.cut(t.detach(), 2).requires_grad_() for t in leaves]
-            if way == "ring":
-                first = torch.autograd.grad(layer(*mine).square().sum(), mine, create_graph=True)
-                with pytest.raises(RuntimeError, match="differentiate twice"):
-                    sum(t.square().sum() for t in first).backward()
-                continue
-            for got, expected in zip(twice(layer, mine), want, strict=True):
-                torch.testing.assert_close(got, layer.order.cut(expected, 2), rtol=EXACT, atol=EXACT)
-
-    run_ranks(Mesh({"cp": 2}), rank)
+    for way in ("gather", "ulysses", "ring"):
+        layer = ContextParallelAttention(way, scale=0.3, softcap=2.0)
+        mine = [layer.order.cut(t.detach(), 2).requires_grad_() for t in leaves]
+        if way == "ring":
+            with pytest.raises(RuntimeError, match="differentiate twice"):
+                twice(layer, mine)
+            continue
+        for got, expected in zip(twice(layer, mine), want, strict=True):
+            torch.testing.assert_close(got, layer.order.cut(expected, 2), rtol=EXACT, atol=EXACT)
 
 
 class NotesPermutes(ThreadTransport):
@@ -264,15 +260,14 @@ def test_zig_zag_deals_equal_work() -> None:
     assert len(set(run_ranks(Mesh({"cp": 3}), rank))) == 1
 
 
-@pytest.mark.parametrize("half", [0, 1, None, torch.tensor([True]), torch.tensor([False])])
-def test_a_half_is_put_where_it_was_taken(half: Any) -> None:
+@pytest.mark.parametrize(
+    ("half", "signs"),
+    [(0, "--++"), (1, "++--"), (None, "----"), (torch.tensor([True]), "--++"), (torch.tensor([False]), "++--")],
+)
+def test_a_half_is_put_where_it_was_taken(half: Any, signs: str) -> None:
     x = torch.arange(8.0).view(2, 4)
-    got = put(x, half, 1, -take(x, half, 1))
-    start = {0: 0, 1: 2}.get(half if isinstance(half, int) else 1 - int(half) if half is not None else None, 0)
-    size = 4 if half is None else 2
-    want = x.clone()
-    want[:, start : start + size] *= -1
-    assert torch.equal(got, want)
+    want = x * torch.tensor([float(f"{sign}1") for sign in signs])
+    assert torch.equal(put(x, half, 1, -take(x, half, 1)), want)
 
 
 @each_rank(cp=3)

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
-import weakref
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from typer.testing import CliRunner
-from worlds import each_rank
+from worlds import Peak, each_rank
 
 import tpcore
 from tpcore import Mesh
@@ -81,29 +78,6 @@ def test_what_backward_keeps(ctx: tpcore.ParallelContext, cp: int) -> None:
             assert 0 <= kept(layer, length, 2, masked) - least <= more, (way, length, masked)
     ring = ContextParallelAttention("ring")
     assert kept(ring, 512, 2) == 2 * kept(ring, 256, 2) == kept(ring, 256 * cp, 2) * 2 // cp
-
-
-class Peak(TorchDispatchMode):
-    """The most bytes at a time of what is made inside, backward included."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.most = 0
-        self.seen: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for storage in {t.untyped_storage() for t in tree_leaves(out) if isinstance(t, Tensor)}:
-            if id(storage) not in self.seen:  # a storage is one object as long as any tensor has it
-                self.seen.add(id(storage))
-                self.now += storage.nbytes()
-                weakref.finalize(storage, self._freed, id(storage), storage.nbytes())
-        self.most = max(self.most, self.now)
-        return out
-
-    def _freed(self, key: int, nbytes: int) -> None:
-        self.seen.remove(key)
-        self.now -= nbytes
 
 
 def peak(way: Way, cp: int, length: int) -> int:

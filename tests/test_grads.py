@@ -31,7 +31,7 @@ def test_mean_of_the_parts_is_the_gradient_of_the_whole_batch(
     plain = plain_net()
     loss_of(plain, ids_of(batch=8)).backward()
     want = {k: p.grad for k, p in plain.named_parameters() if p.grad is not None}
-    net = cut_net(plain.state_dict(), ctx)
+    net = cut_net(plain.state_dict())
     loss_of(net, ids_of(batch=8).chunk(dp)[ctx.coord("dp")]).backward()
     tpcore.reduce_gradients(net)
     assert net.unused.weight.grad is None
@@ -78,14 +78,14 @@ def test_sparse_gradients_are_averaged_and_clipped(ctx: ParallelContext) -> None
     loss_of(plain, ids_of(batch=8)).backward()
     want = {k: p.grad.to_dense() for k, p in plain.named_parameters() if p.grad is not None}
     norm = torch.linalg.vector_norm(torch.cat([g.flatten() for g in want.values()]))
-    net = cut_net(plain.state_dict(), ctx, sparse=True)
+    net = cut_net(plain.state_dict(), sparse=True)
     loss_of(net, ids_of(batch=8).chunk(2)[ctx.coord("dp")]).backward()
     assert net.embed.weight.grad.is_sparse
     tpcore.reduce_gradients(net)
     del net.unused
     assert_same_parameters(net, want, ctx, lambda p: p.grad)
 
-    whole = cut_net(plain.state_dict(), ctx, sparse=True)
+    whole = cut_net(plain.state_dict(), sparse=True)
     loss_of(whole, ids_of(batch=8)).backward()
     got = tpcore.clip_grad_norm(whole, float(norm) / 2)
     torch.testing.assert_close(got, norm, rtol=1e-12, atol=0)
@@ -97,7 +97,7 @@ def test_sparse_gradients_are_averaged_and_clipped(ctx: ParallelContext) -> None
 
 
 def _ddp(ctx: ParallelContext, full: dict[str, Tensor]) -> dict[str, Tensor]:
-    net = cut_net(full, ctx)
+    net = cut_net(full)
     del net.unused  # DDP wants every parameter used
     ddp = nn.parallel.DistributedDataParallel(net, process_group=ctx.comm("dp").process_group)
     loss_of(ddp, ids_of(batch=8).chunk(2)[ctx.coord("dp")]).backward()

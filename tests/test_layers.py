@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -14,77 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from worlds import each_rank
+from transformers.pytorch_utils import Conv1D
+from worlds import by_call, each_rank
 
 import tpcore
-from tpcore import Block, ParallelContext, ShardSpec
-from tpcore.layers import linear
-from tpcore.layers.features import Features
+from tpcore import ParallelContext
 from tpcore.testing import matrix
 
-at_tp_1_2_4 = pytest.mark.parametrize("tp", [1, 2, 4])
-
-
-class Conv1D(nn.Module):
-    """As transformers has it: a linear layer whose weight is [inputs, outputs]."""
-
-    def __init__(self, nf: int, nx: int) -> None:
-        super().__init__()
-        self.nf, self.nx = nf, nx
-        self.weight = nn.Parameter(torch.randn(nx, nf))
-        self.bias = nn.Parameter(torch.randn(nf))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight + self.bias
-
-
-# -- attention ----------------------------------------------------------------------------------------
 WIDTH, HEADS, HEAD = 8, 4, 2
-
-
-class Attention(nn.Module):
-    """Grouped-query attention; ``tp`` cuts it."""
-
-    def __init__(self, kv_heads: int, fused: bool = False) -> None:
-        super().__init__()
-        sizes = [HEADS * HEAD, kv_heads * HEAD, kv_heads * HEAD]
-        self.parts, self.fused, self.kv_heads = sizes, fused, kv_heads
-        self.projections = nn.ModuleList(nn.Linear(WIDTH, n) for n in ([sum(sizes)] if fused else sizes))
-        self.out = nn.Linear(HEADS * HEAD, WIDTH)
-
-    def cut(self) -> Attention:
-        mine, plain = Attention(self.kv_heads, self.fused).double(), list(self.projections)
-        qkv = tpcore.ParallelQKV.from_plain(plain[0] if self.fused else plain, HEADS, self.kv_heads)
-        mine.projections = qkv
-        mine.out = tpcore.RowParallelLinear.from_plain(self.out, input_is_parallel=True)
-        return mine
-
-    def forward(self, x: Tensor) -> Tensor:
-        if isinstance(self.projections, tpcore.ParallelQKV):
-            q, k, v = self.projections(x)
-        else:
-            q, k, v = torch.cat([p(x) for p in self.projections], -1).split(self.parts, -1)
-        q, k, v = (t.unflatten(-1, (-1, HEAD)).transpose(1, 2) for t in (q, k, v))
-        mixed = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-        out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
-        return out
-
-
-@at_tp_1_2_4
-@pytest.mark.parametrize("kv_heads", [4, 2, 1])
-@pytest.mark.parametrize("fused", [False, True])
-@each_rank(tp="tp")
-def test_qkv(ctx: ParallelContext, tp: int, kv_heads: int, fused: bool) -> None:
-    """At tp=4 two key heads are held by two ranks each, rank r holding head r // 2."""
-    plain, x = Attention(kv_heads, fused).double(), torch.randn(2, 5, WIDTH).double().requires_grad_()
-    plain(x).square().sum().backward()
-    ours, mine = plain.cut(), x.detach().clone().requires_grad_()
-    ours(mine).square().sum().backward()
-    torch.testing.assert_close(mine.grad, x.grad)
-    specs = tpcore.layers.shard_specs(ours)
-    theirs = [p.grad for p in plain.parameters()]
-    for (name, p), grad in zip(ours.named_parameters(), theirs, strict=True):
-        torch.testing.assert_close(p.grad, specs[name].shard(grad, ctx.coord("tp"), tp))
 
 
 @each_rank(tp=4)
@@ -234,52 +170,33 @@ class Scaled(nn.Embedding):
         return super().forward(ids) * 2
 
 
-MISFITS: dict[str, tuple[Callable[[], Any], str]] = {
-    "another kind": (
-        lambda: tpcore.ColumnParallelLinear.from_plain(nn.Embedding(4, 4)),
-        "ColumnParallelLinear.from_plain takes a torch.nn.Linear, not Embedding",
-    ),
-    "a forward of its own": (
-        lambda: tpcore.ParallelEmbedding.from_plain(Scaled(4, 4)),
-        "Scaled has a forward of its own",
-    ),
-    "no Conv1D": (
-        lambda: tpcore.layers.RowParallelConv1D.from_plain(nn.Linear(4, 4)),
-        "RowParallelConv1D.from_plain takes transformers' Conv1D, .* not Linear",
-    ),
-    "units": (
-        lambda: tpcore.ColumnParallelLinear.from_plain(nn.Linear(4, 12), blocks=[Block(12, 4)]),
-        r"out_features=12 in blocks of 12 \(3 units of 4\) is not divisible by tp=2",
-    ),
-    "blocks of another size": (
-        lambda: tpcore.ColumnParallelLinear.from_plain(nn.Linear(4, 12), blocks=[Block(8), Block(2)]),
-        "blocks of 8 [+] 2 features are not out_features=12",
-    ),
-    "copies of inputs": (
-        lambda: tpcore.RowParallelLinear(12, 4, blocks=[Block(12, 4, replicate=True)]),
-        "would count them once for each copy",
-    ),
-    "a parametrized weight": (
-        lambda: tpcore.RowParallelLinear.from_plain(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))),
-        r"has the parameters \['bias'\], not \['bias', 'weight'\]",
-    ),
-    "a norm without weight": (
-        lambda: tpcore.RMSNorm.from_plain(nn.RMSNorm(4, elementwise_affine=False)),
-        "has no weight",
-    ),
-    "two of q, k, v": (
-        lambda: tpcore.ParallelQKV.from_plain([nn.Linear(4, 4)] * 2, 2),
-        "takes one module, q.k.v, or three, not 2",
-    ),
-}
+MISFITS = by_call(r"""
+ColumnParallelLinear.from_plain(nn.Embedding(4, 4))
+    ColumnParallelLinear.from_plain takes a torch.nn.Linear, not Embedding
+ParallelEmbedding.from_plain(Scaled(4, 4))
+    Scaled has a forward of its own
+layers.RowParallelConv1D.from_plain(nn.Linear(4, 4))
+    RowParallelConv1D.from_plain takes transformers' Conv1D, .* not Linear
+ColumnParallelLinear.from_plain(nn.Linear(4, 12), blocks=[Block(12, 4)])
+    out_features=12 in blocks of 12 \(3 units of 4\) is not divisible by tp=2
+ColumnParallelLinear.from_plain(nn.Linear(4, 12), blocks=[Block(8), Block(2)])
+    blocks of 8 [+] 2 features are not out_features=12
+RowParallelLinear(12, 4, blocks=[Block(12, 4, replicate=True)])
+    would count them once for each copy
+RowParallelLinear.from_plain(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)))
+    has the parameters \['bias'\], not \['bias', 'weight'\]
+RMSNorm.from_plain(nn.RMSNorm(4, elementwise_affine=False))
+    has no weight
+ParallelQKV.from_plain([nn.Linear(4, 4)] * 2, 2)
+    takes one module, q.k.v, or three, not 2
+""")
 
 
-@pytest.mark.parametrize("name", MISFITS)
+@pytest.mark.parametrize("call", MISFITS)
 @each_rank(tp=2)
-def test_from_plain_says_what_does_not_fit(ctx: ParallelContext, name: str) -> None:
-    make, message = MISFITS[name]
-    with pytest.raises(ValueError, match=message):
-        make()
+def test_from_plain_says_what_does_not_fit(ctx: ParallelContext, call: str) -> None:
+    with pytest.raises(ValueError, match=MISFITS[call]):
+        eval(call, {**vars(tpcore), "nn": nn, "Scaled": Scaled})
 
 
 # -- the matrix and the signatures know every layer -------------------------------------------------------
@@ -304,17 +221,3 @@ def test_features_of_a_forward_are_made_by_the_constructor(ctx: ParallelContext)
     layer = tpcore.ColumnParallelLinear(4, 12, blocks=3)
     layer.shard_specs = {}
     layer(torch.randn(2, 4))
-
-
-@each_rank(tp=2)
-def test_features_are_those_of_any_dim(ctx: ParallelContext) -> None:
-    features, tp, x = Features.of(ShardSpec.strided((10,), 0, 2), 2), ctx.comm("tp"), torch.randn(10, 3)
-    mine = features.mask(features.scatter(x, tp, 0), tp, 0)
-    assert torch.equal(mine, ShardSpec.strided((10, 3), 0, 2).shard(x, ctx.rank, 2))
-    assert torch.equal(features.restored(tp.all_gather(mine, 0), 0), x)
-
-
-@pytest.mark.parametrize("layer", [tpcore.layers.ColumnParallelConv1D, tpcore.layers.RowParallelConv1D])
-def test_conv1d_has_the_arguments_of_linear(layer: type[nn.Module]) -> None:
-    assert issubclass(layer, linear.ColumnParallelLinear | linear.RowParallelLinear)
-    assert {"blocks", "pad", "reduce_dtype"} <= set(inspect.signature(layer).parameters)

@@ -12,40 +12,39 @@ from torch import Tensor, nn
 from worlds import each_rank
 
 import tpcore
-from tpcore import Block
 from tpcore.comm import mappings as ops
 from tpcore.layout.mesh import Mesh
 from tpcore.nxd.parallel_layers import layers
 from tpcore.runtime.context import ParallelContext
-from tpcore.testing import run_ranks
 
-CALLS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
-    "column": lambda: (tpcore.ColumnParallelLinear(8, 8), torch.randn(4, 8)),
-    "column, not gathered": lambda: (tpcore.ColumnParallelLinear(8, 8, gather_output=False), torch.randn(4, 8)),
-    "column, padded": lambda: (tpcore.ColumnParallelLinear(8, 7, gather_output=False, pad=True), torch.randn(4, 8)),
-    "column, padded and gathered": lambda: (tpcore.ColumnParallelLinear(8, 7, pad=True), torch.randn(4, 8)),
-    "column, replicated blocks": lambda: (
-        tpcore.ColumnParallelLinear(8, 6, gather_output=False, blocks=[Block(4), Block(2, 2, replicate=True)]),
-        torch.randn(4, 8),
-    ),
-    "column, conv1d": lambda: (tpcore.layers.ColumnParallelConv1D(8, 8), torch.randn(4, 8)),
-    "row, conv1d": lambda: (tpcore.layers.RowParallelConv1D(8, 8), torch.randn(4, 8)),
-    "column, sequence parallel": lambda: (tpcore.ColumnParallelLinear(8, 8, sequence_dim=0), torch.randn(4, 8)),
-    "row": lambda: (tpcore.RowParallelLinear(8, 8), torch.randn(4, 8)),
-    "row, sequence parallel": lambda: (
-        tpcore.RowParallelLinear(8, 8, input_is_parallel=True, sequence_dim=0),
-        torch.randn(4, 8 // tpcore.current().comm("tp").size),
-    ),
-    "embedding": lambda: (tpcore.ParallelEmbedding(8, 8), torch.randint(8, (2, 4))),
-    "embedding, padding": lambda: (tpcore.ParallelEmbedding(8, 8, 0), torch.randint(8, (2, 4))),
-    "embedding by columns": lambda: (
-        tpcore.ParallelEmbedding(8, 8, 0, shard_across_embedding=True),
-        torch.randint(8, (2, 4)),
-    ),
-    "embedding, sequence parallel": lambda: (tpcore.ParallelEmbedding(8, 8, sequence_dim=0), torch.randint(8, (2, 4))),
-    "layer norm": lambda: (tpcore.LayerNorm(8, sequence_parallel=True), torch.randn(4, 8)),
-    "rms norm": lambda: (tpcore.RMSNorm(8), torch.randn(4, 8)),
+LAYERS = {
+    "column": "ColumnParallelLinear(8, 8)",
+    "column, not gathered": "ColumnParallelLinear(8, 8, gather_output=False)",
+    "column, padded": "ColumnParallelLinear(8, 7, gather_output=False, pad=True)",
+    "column, padded and gathered": "ColumnParallelLinear(8, 7, pad=True)",
+    "column, replicated": "ColumnParallelLinear(8, 6, gather_output=False, blocks=[Block(4), Block(2, 2, True)])",
+    "column, conv1d": "layers.ColumnParallelConv1D(8, 8)",
+    "row, conv1d": "layers.RowParallelConv1D(8, 8)",
+    "column, sequence parallel": "ColumnParallelLinear(8, 8, sequence_dim=0)",
+    "row": "RowParallelLinear(8, 8)",
+    "row, sequence parallel": "RowParallelLinear(8, 8, input_is_parallel=True, sequence_dim=0)",
+    "embedding": "ParallelEmbedding(8, 8)",
+    "embedding, padding": "ParallelEmbedding(8, 8, 0)",
+    "embedding by columns": "ParallelEmbedding(8, 8, 0, shard_across_embedding=True)",
+    "embedding, sequence parallel": "ParallelEmbedding(8, 8, sequence_dim=0)",
+    "layer norm": "LayerNorm(8, sequence_parallel=True)",
+    "rms norm": "RMSNorm(8)",
 }
+
+
+def made(name: str) -> tuple[Any, Tensor]:
+    """A layer, and an input of it."""
+    layer = eval(LAYERS[name], {**vars(tpcore)})
+    if "embedding" in name:
+        return layer, torch.randint(8, (2, 4))
+    return layer, torch.randn(4, 8 // layer.tp.size if name == "row, sequence parallel" else 8)
+
+
 at_tp_1_and_2 = pytest.mark.parametrize("tp", [1, 2])
 
 
@@ -57,12 +56,12 @@ IN_PLACE: list[tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = 
 
 
 @at_tp_1_and_2
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", LAYERS)
 @each_rank(tp="tp")
 def test_without_gradients_and_with_outputs_changed_in_place(ctx: ParallelContext, name: str, tp: int) -> None:
     """As of nn.Linear: the same values, and ``relu(inplace=True)`` or ``+= residual`` hurt no gradient."""
     torch.manual_seed(0)
-    layer, x = CALLS[name]()
+    layer, x = made(name)
     before, want = layer.weight.detach().clone(), layer(x)
     assert want.requires_grad
     for mode in (torch.no_grad, torch.inference_mode):
@@ -84,8 +83,8 @@ def test_without_gradients_and_with_outputs_changed_in_place(ctx: ParallelContex
 
 
 def loaded(name: str, plain: nn.Module, ctx: ParallelContext) -> nn.Module:
-    """The layer of ``CALLS`` with its part of the parameters of ``plain``."""
-    layer, _ = CALLS[name]()
+    """The layer of ``LAYERS`` with its part of the parameters of ``plain``."""
+    layer, _ = made(name)
     n, r = ctx.comm("tp").size, ctx.coord("tp")
     layer.load_state_dict({k: s.shard(plain.state_dict()[k], r, n) for k, s in layer.shard_specs.items()})
     return layer
@@ -143,10 +142,10 @@ def test_autocast(ctx: ParallelContext, name: str, tp: int) -> None:
     torch.testing.assert_close(layer.weight.grad, shard, rtol=0, atol=3 * 2**-7)
 
 
-@pytest.mark.parametrize("name", [name for name in CALLS if name != "layer norm"])
+@pytest.mark.parametrize("name", [name for name in LAYERS if name != "layer norm"])
 @each_rank(dp=1, tp=2)
 def test_no_tokens(ctx: ParallelContext, name: str) -> None:
-    layer, x = CALLS[name]()
+    layer, x = made(name)
     for shape in ((0,), (0, 3), (4, 0)):
         leaf = x.new_zeros(shape if "embedding" in name else (*shape, x.shape[-1]))
         if x.is_floating_point():
@@ -183,37 +182,24 @@ def _integers(*shape: int, seed: int) -> Tensor:
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("lead", [(5,), (2, 1, 3, 2), ()])
 @pytest.mark.parametrize("layout", ["contiguous", "expanded"])
-def test_any_number_of_leading_dims_and_any_memory_order(tp: int, lead: tuple[int, ...], layout: str) -> None:
-    plain = {"column": nn.Linear(8, 16), "row": nn.Linear(8, 16)}
-    for seed, layer in enumerate(plain.values()):
-        nn.init._no_grad_uniform_(layer.bias, 0, 0)
-        layer.weight.data.copy_(_integers(16, 8, seed=seed))
+@pytest.mark.parametrize("name", ["column", "row"])
+@each_rank(tp="tp")
+def test_any_number_of_leading_dims_and_any_memory_order(
+    ctx: ParallelContext, tp: int, lead: tuple[int, ...], layout: str, name: str
+) -> None:
+    def results(layer: nn.Module) -> list[Any]:
+        x, grad = (_integers(*lead, 8, seed=seed) for seed in (5, 6))
+        if layout == "expanded":
+            x, grad = (t[..., :1].expand_as(t) for t in (x, grad))
+        y = layer(x.requires_grad_())
+        y.backward(grad)
+        return [y.detach(), x.grad, layer.weight.grad]
 
-    def arranged(x: Tensor) -> Tensor:
-        return x[..., :1].expand_as(x) if layout == "expanded" else x
-
-    def grads(layer: nn.Module) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        x = arranged(_integers(*lead, 8, seed=5)).requires_grad_()
-        y = layer(x)
-        assert y.shape == (*lead, 16)
-        y.backward(arranged(_integers(*lead, 16, seed=6)))
-        return y.detach(), x.grad, layer.weight.grad
-
-    want = {name: grads(layer) for name, layer in plain.items()}
-
-    def rank(ctx: ParallelContext) -> None:
-        made = {"column": tpcore.ColumnParallelLinear(8, 16), "row": tpcore.RowParallelLinear(8, 16)}
-        for name, layer in made.items():
-            layer.load_state_dict(
-                {k: s.shard(plain[name].state_dict()[k], ctx.rank, tp) for k, s in layer.shard_specs.items()}
-            )
-            y, gx, _ = grads(layer)
-            assert torch.equal(y, want[name][0])
-            assert gx is not None
-            assert torch.equal(gx, want[name][1])
-            assert torch.equal(layer.weight.grad, layer.shard_specs["weight"].shard(want[name][2], ctx.rank, tp))
-
-    run_ranks(Mesh({"dp": 1, "tp": tp}), rank)
+    plain = nn.Linear(8, 8)
+    plain.load_state_dict({"weight": _integers(8, 8, seed=1), "bias": torch.zeros(8)})
+    layer, (y, grad_x, grad_weight) = loaded(name, plain, ctx), results(plain)
+    want = [y, grad_x, layer.shard_specs["weight"].shard(grad_weight, ctx.coord("tp"), tp)]
+    assert all(map(torch.equal, results(layer), want))
 
 
 def _sums_of_256_and_ones(ctx: ParallelContext) -> list[list[float]]:

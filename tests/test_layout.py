@@ -11,6 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from test_shard import specs
 from torch import Tensor
+from worlds import by_call
 
 from tpcore import Block, Mesh, ShardSpec
 from tpcore.layout import Layout
@@ -54,10 +55,8 @@ def full_of(layout: Layout) -> Tensor:
     return torch.arange(1, math.prod(layout.shape) + 1).reshape(layout.shape)
 
 
-@given(layouts(), MESHES, MESHES)
-@settings(max_examples=300, deadline=None)
-def test_parts_give_the_full_tensor_and_every_other_mesh(layout: Layout, mesh: Mesh, other: Mesh) -> None:
-    assume(fits(layout, mesh) and fits(layout, other))
+def check_parts(layout: Layout, mesh: Mesh, other: Mesh) -> None:
+    """Parts give the full tensor, and those of every other mesh."""
     full = full_of(layout)
     parts = [layout.shard(full, r, mesh) for r in range(mesh.size)]
     assert all(tuple(p.shape) == layout.local_shape(mesh) for p in parts)
@@ -66,11 +65,8 @@ def test_parts_give_the_full_tensor_and_every_other_mesh(layout: Layout, mesh: M
         assert torch.equal(layout.reshard(parts, mesh, r, other), layout.shard(full, r, other))
 
 
-@given(layouts(), MESHES)
-@settings(max_examples=300, deadline=None)
-def test_parts_tile_the_full_tensor(layout: Layout, mesh: Mesh) -> None:
+def check_boxes(layout: Layout, mesh: Mesh) -> None:
     """Each entry is held by as many ranks as its box says, times the axes that the layout does not name."""
-    assume(fits(layout, mesh))
     full = full_of(layout)
     held, said = torch.zeros(full.numel() + 1, dtype=torch.int64), torch.zeros(full.numel() + 1)
     beside = mesh.size // math.prod(mesh.axes[a] for a in layout.axes_on(mesh))
@@ -89,11 +85,8 @@ def test_parts_tile_the_full_tensor(layout: Layout, mesh: Mesh) -> None:
     assert layout.padded(mesh) == padded
 
 
-@given(layouts(), MESHES)
-@settings(max_examples=200, deadline=None)
-def test_shares_count_each_entry_once(layout: Layout, mesh: Mesh) -> None:
+def check_shares(layout: Layout, mesh: Mesh) -> None:
     """A sum over the layout's axes of shares, each divided by its copies, is the sum over the full tensor."""
-    assume(fits(layout, mesh))
     full = full_of(layout).double()
     try:
         shares = layout.shares(mesh)
@@ -110,6 +103,15 @@ def test_shares_count_each_entry_once(layout: Layout, mesh: Mesh) -> None:
     if len(shares) == 1 and full.numel():
         holders = sum(bool((layout.shard(full, r, mesh) == 1).any()) for r in range(mesh.size))
         assert layout.copies(mesh) == holders
+
+
+@given(layouts(), MESHES, MESHES)
+@settings(max_examples=300, deadline=None)
+def test_each_entry_is_moved_held_and_counted_as_the_layout_says(layout: Layout, mesh: Mesh, other: Mesh) -> None:
+    assume(fits(layout, mesh) and fits(layout, other))
+    check_parts(layout, mesh, other)
+    check_boxes(layout, mesh)
+    check_shares(layout, mesh)
 
 
 @given(layouts(), layouts(), MESHES, MESHES, st.data())
@@ -205,41 +207,33 @@ def test_text() -> None:
     assert str(Layout((2,), slot=Slot("pp", 4, 8))) == "2 replicated, place 4 of 8 on pp"
 
 
-@pytest.mark.parametrize(
-    ("make", "error"),
-    [
-        (lambda: Layout((4,), (AxisCut(("tp",), ShardSpec((5,), 0)),)), r"no cut .* of shape \(4,\)"),
-        (lambda: Layout((4,), (AxisCut(("tp",), ShardSpec((4,))),)), "no cut over an axis"),
-        (lambda: Layout((4,), (AxisCut((), ShardSpec((4,), 0)),)), "no cut over an axis"),
-        (lambda: Layout.of(ShardSpec((4,), 0), "tp", "tp"), "an axis is used twice"),
-        (lambda: Layout.of(ShardSpec((4,), 0), "pp", slot=Slot("pp", 0, 2)), "an axis is used twice"),
-        (lambda: Layout((4,), slot=Slot("pp", 2, 2)), "has no such index"),
-        (
-            lambda: Layout(
-                (4,), (AxisCut(("tp",), ShardSpec((4,), 0)), AxisCut(("dp",), ShardSpec.strided((4,), 0, 2)))
-            ),
-            r"dim 0 of \(4,\) is cut twice: the later cut makes even chunks",
-        ),
-        (
-            lambda: Layout.of(ShardSpec((4,), 0), "tp").unshard([torch.zeros(2)], Mesh({"tp": 2})),
-            "1 parts for a mesh of 2 ranks",
-        ),
-        (
-            lambda: Layout.of(ShardSpec((4,), 0), "tp").unshard([torch.zeros(3)] * 2, Mesh({"tp": 2})),
-            r"has shape \(2,\), not \(3,\)",
-        ),
-        (
-            lambda: list(Layout((4,)).regions(Mesh({"tp": 1}), Layout((5,)), 0, Mesh({"tp": 1}))),
-            "not layouts of one tensor",
-        ),
-        (
-            lambda: (
-                Layout((4, 4), (AxisCut(("tp",), ShardSpec((4, 4), 0)), AxisCut(("dp",), ShardSpec((4, 4), 1)))).spec
-            ),
-            "has 2 cuts, not one",
-        ),
-    ],
-)
-def test_impossible_layouts_say_why(make: object, error: str) -> None:
-    with pytest.raises(ValueError, match=error):
-        make()  # type: ignore[operator]
+IMPOSSIBLE = by_call(r"""
+Layout((4,), (AxisCut(("tp",), ShardSpec((5,), 0)),))
+    no cut .* of shape \(4,\)
+Layout((4,), (AxisCut(("tp",), ShardSpec((4,))),))
+    no cut over an axis
+Layout((4,), (AxisCut((), ShardSpec((4,), 0)),))
+    no cut over an axis
+Layout.of(ShardSpec((4,), 0), "tp", "tp")
+    an axis is used twice
+Layout.of(ShardSpec((4,), 0), "pp", slot=Slot("pp", 0, 2))
+    an axis is used twice
+Layout((4,), slot=Slot("pp", 2, 2))
+    has no such index
+Layout((4,), (AxisCut(("tp",), ShardSpec((4,), 0)), AxisCut(("dp",), ShardSpec.strided((4,), 0, 2))))
+    dim 0 of \(4,\) is cut twice: the later cut makes even chunks
+Layout.of(ShardSpec((4,), 0), "tp").unshard([torch.zeros(2)], Mesh({"tp": 2}))
+    1 parts for a mesh of 2 ranks
+Layout.of(ShardSpec((4,), 0), "tp").unshard([torch.zeros(3)] * 2, Mesh({"tp": 2}))
+    has shape \(2,\), not \(3,\)
+list(Layout((4,)).regions(Mesh({"tp": 1}), Layout((5,)), 0, Mesh({"tp": 1})))
+    not layouts of one tensor
+Layout((4, 4), (AxisCut(("tp",), ShardSpec((4, 4), 0)), AxisCut(("dp",), ShardSpec((4, 4), 1)))).spec
+    has 2 cuts, not one
+""")
+
+
+@pytest.mark.parametrize("call", IMPOSSIBLE)
+def test_impossible_layouts_say_why(call: str) -> None:
+    with pytest.raises(ValueError, match=IMPOSSIBLE[call]):
+        eval(call)

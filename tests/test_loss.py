@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from worlds import each_rank
+from worlds import Peak, by_call, each_rank
 
 import tpcore
 from tpcore.layers import loss
@@ -34,11 +32,7 @@ def test_working_in_chunks_changes_no_bit(chunk: int, smoothing: float, monkeypa
     target[0, :2] = -100
 
     def rank(ctx: ParallelContext) -> tuple[Tensor, Tensor]:
-        part = mine(logits, ctx)
-        out = tpcore.parallel_cross_entropy(part, target, smoothing, vocab_size=11)
-        out.sum().backward()
-        assert part.grad is not None
-        return out.detach(), part.grad
+        return _loss_and_grad(ctx, logits, target, label_smoothing=smoothing, vocab_size=11)
 
     want = run_ranks(Mesh({"tp": 2}), rank)
     monkeypatch.setattr(loss, "CHUNK", chunk)
@@ -57,9 +51,9 @@ def test_large_logits_stay_finite(ranks: Ranks, magnitude: float) -> None:
         assert grad.isfinite().all()
 
 
-def _loss_and_grad(ctx: ParallelContext, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+def _loss_and_grad(ctx: ParallelContext, logits: Tensor, target: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     part = mine(logits, ctx)
-    out = tpcore.parallel_cross_entropy(part, target)
+    out = tpcore.parallel_cross_entropy(part, target, **options)
     out.sum().backward()
     assert part.grad is not None
     return out.detach(), part.grad
@@ -122,102 +116,53 @@ def test_backward_again_through_a_retained_graph(ctx: ParallelContext, smoothing
     torch.testing.assert_close(again, 2 * third)
 
 
-def test_over_a_group_of_ones_own() -> None:
+@each_rank(dp=2, tp=2)
+def test_over_a_group_of_ones_own(ctx: ParallelContext) -> None:
     """The vocabulary cut over dp, by a Comm and by the group object that a user's script holds."""
     torch.manual_seed(0)
     logits, target = torch.randn(4, 8), torch.randint(8, (4,))
-    want = F.cross_entropy(logits, target, reduction="none")
+    want, dp = F.cross_entropy(logits, target, reduction="none"), ctx.comm("dp")
+    for group in (dp, dp.process_group):
+        got = tpcore.parallel_cross_entropy(logits.chunk(2, -1)[ctx.coord("dp")], target, group=group)
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
+
+
+INVALID = by_call(r"""
+loss(torch.zeros(2, 4), torch.tensor([0, 8]))
+    ids from 0 to 8 do not fit a vocabulary of 8 \(ignore_index=-100\)
+loss(torch.zeros(2, 4), torch.tensor([0, 7]), vocab_size=7)
+    ids from 0 to 7 do not fit a vocabulary of 7
+loss(torch.zeros(2, 4), torch.tensor([0, -1]))
+    ids from -1 to 0
+loss(torch.zeros(2, 3, 4), torch.zeros(3, 2, dtype=torch.int64))
+    logits of shape \(2, 3, 4\) need targets of \(2, 3\), not \(3, 2\)
+loss(torch.zeros(2, 4), torch.tensor([0, 1]), 1.5)
+    label_smoothing must be in \[0, 1\], not 1.5
+loss(torch.zeros(2, 4), torch.tensor([0, 1]), vocab_size=9)
+    vocab_size=9 does not fit 4 logits on each of 2 ranks
+loss(torch.zeros(2, 4), torch.tensor([0, 1]), vocab_size=0)
+    vocab_size=0
+""")
+
+
+@pytest.mark.parametrize("call", INVALID)
+@each_rank(dp=1, tp=2)
+def test_bad_arguments_are_an_error_on_every_rank(ctx: ParallelContext, call: str) -> None:
+    error = IndexError if "ids from" in INVALID[call] else ValueError
+    with pytest.raises(error, match=INVALID[call]):
+        eval(call, {"torch": torch, "loss": tpcore.parallel_cross_entropy})
+
+
+@pytest.mark.parametrize(("dtype", "smoothing"), [(torch.float32, 0.0), (torch.float32, 0.1), (torch.bfloat16, 0.1)])
+def test_memory_beyond_the_gradient_is_a_few_chunks(
+    dtype: torch.dtype, smoothing: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loss, "CHUNK", 4 * 1024)
 
     def rank(ctx: ParallelContext) -> None:
-        dp = ctx.comm("dp")
-        for group in (dp, dp.process_group):
-            part = logits.chunk(2, -1)[ctx.coord("dp")]
-            got = tpcore.parallel_cross_entropy(part, target, group=group)
-            torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
+        logits, target = torch.ones(256, 1024, dtype=dtype, requires_grad=True), torch.zeros(256, dtype=torch.int64)
+        with Peak() as found:
+            tpcore.parallel_cross_entropy(logits, target, smoothing, vocab_size=1023).sum().backward()
+        assert found.most <= logits.nbytes + 8 * 4 * loss.CHUNK  # in float32
 
-    run_ranks(Mesh({"dp": 2, "tp": 2}), rank)
-
-
-INVALID: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "target too large": (
-        lambda: tpcore.parallel_cross_entropy(torch.zeros(2, 4), torch.tensor([0, 8])),
-        IndexError,
-        r"ids from 0 to 8 do not fit a vocabulary of 8 \(ignore_index=-100\)",
-    ),
-    "target in the padding": (
-        lambda: tpcore.parallel_cross_entropy(torch.zeros(2, 4), torch.tensor([0, 7]), vocab_size=7),
-        IndexError,
-        "ids from 0 to 7 do not fit a vocabulary of 7",
-    ),
-    "negative target": (
-        lambda: tpcore.parallel_cross_entropy(torch.zeros(2, 4), torch.tensor([0, -1])),
-        IndexError,
-        "ids from -1 to 0",
-    ),
-    "shapes": (
-        lambda: tpcore.parallel_cross_entropy(torch.zeros(2, 3, 4), torch.zeros(3, 2, dtype=torch.int64)),
-        ValueError,
-        r"logits of shape \(2, 3, 4\) need targets of \(2, 3\), not \(3, 2\)",
-    ),
-    "smoothing": (
-        lambda: tpcore.parallel_cross_entropy(torch.zeros(2, 4), torch.tensor([0, 1]), 1.5),
-        ValueError,
-        r"label_smoothing must be in \[0, 1\], not 1.5",
-    ),
-    "vocabulary too large": (
-        lambda: tpcore.parallel_cross_entropy(torch.zeros(2, 4), torch.tensor([0, 1]), vocab_size=9),
-        ValueError,
-        "vocab_size=9 does not fit 4 logits on each of 2 ranks",
-    ),
-    "vocabulary of none": (
-        lambda: tpcore.parallel_cross_entropy(torch.zeros(2, 4), torch.tensor([0, 1]), vocab_size=0),
-        ValueError,
-        "vocab_size=0",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", INVALID)
-@each_rank(dp=1, tp=2)
-def test_bad_arguments_are_an_error_on_every_rank(ctx: ParallelContext, name: str) -> None:
-    call, error, said = INVALID[name]
-    with pytest.raises(error, match=said):
-        call()
-
-
-MEASURE = """
-import sys, torch, tpcore
-from tpcore.runtime.context import ParallelContext, use
-from tpcore.layout.mesh import Mesh
-from tpcore.testing.threads import ThreadBackend, ThreadWorld
-
-def peak():
-    for line in open("/proc/self/status"):
-        if line.startswith("VmHWM"):
-            return int(line.split()[1]) * 1024
-
-torch.set_num_threads(1)
-with use(ParallelContext(ThreadBackend(0, ThreadWorld(1)), Mesh({"tp": 1}), 0)):
-    def step(tokens, width, dtype, smoothing):
-        logits = torch.ones(tokens, width, dtype=dtype, requires_grad=True)
-        target = torch.zeros(tokens, dtype=torch.int64)
-        open("/proc/self/clear_refs", "w").write("5")
-        before = peak()
-        tpcore.parallel_cross_entropy(logits, target, smoothing, vocab_size=width - 1).sum().backward()
-        return peak() - before
-    for dtype, smoothing in ((torch.float32, 0.0), (torch.float32, 0.1), (torch.bfloat16, 0.1)):
-        step(64, 4096, dtype, smoothing)
-        # the least of three: pages of torch's own code that come back from the disk count as well
-        print(dtype.itemsize, smoothing, min(step(4096, 4096, dtype, smoothing) for _ in range(3)))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak resident size from /proc")
-def test_memory_beyond_the_gradient_is_a_few_chunks() -> None:
-    """The gradient has the size of the logits, 64 or 32 MiB; a chunk in float32 is 1 MiB."""
-    out = subprocess.run([sys.executable, "-c", MEASURE], capture_output=True, text=True, check=True, timeout=200)
-    lines = [line.split() for line in out.stdout.splitlines()]
-    assert len(lines) == 3
-    for itemsize, smoothing, grown in lines:
-        assert int(grown) <= 4096 * 4096 * int(itemsize) + 8 * 2**20, (itemsize, smoothing, grown)
+    run_ranks(Mesh({"tp": 1}), rank)

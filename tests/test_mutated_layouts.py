@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import math
 
 import pytest
+import test_layout
+import test_ops
+import test_shard
 import torch
 import torch.nn.functional as F
 from mutants import Mutant, alive
@@ -15,7 +17,7 @@ import tpcore
 from tpcore import Mesh
 from tpcore.comm import mappings as ops
 from tpcore.layout.layout import AxisCut, Layout, _boxes, _local_shape, _once, _shares, _steps, _within
-from tpcore.layout.shard import Block, ShardSpec, _gathered_index, _source_index
+from tpcore.layout.shard import Block, ShardSpec
 from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
 from tpcore.train import clip
@@ -37,78 +39,32 @@ LAYOUTS = [
 
 
 def resharding() -> None:
-    """``unshard . shard = id``, and from n to m is as to m at once."""
     for spec in SPECS:
-        full = torch.arange(1, math.prod(spec.shape) + 1).view(spec.shape)
         for n in (1, 2, 4, 8):
-            shards = [spec.shard(full, r, n) for r in range(n)]
-            assert all(tuple(s.shape) == spec.local_shape(n) for s in shards)
-            assert torch.equal(spec.unshard(shards), full)
+            test_shard.check(spec, n)
             for r, block in itertools.product(range(n), range(len(spec.blocks))):
                 assert not spec.blocks[block].replicate or list(spec.pieces(r, n))[block].length
-            for s, index in zip(shards, spec.source_index(n), strict=True):
-                assert not s.movedim(spec.dim or 0, 0)[index < 0].any()
-            every = torch.cat(shards, spec.dim or 0).index_select(spec.dim or 0, spec.gathered_index(n))
-            assert torch.equal(every, full)
 
 
 def layouts() -> None:
-    """The same over several axes; each entry counts once; a dim cut twice has chunks of chunks."""
+    """A dim that is cut twice has chunks of chunks."""
     assert LAYOUTS[2].local_shape(MESHES[0]) == (3, 2)
-    for layout in LAYOUTS:
-        full = torch.arange(1.0, math.prod(layout.shape) + 1).view(layout.shape)
-        for mesh in MESHES:
-            parts = [layout.shard(full, r, mesh) for r in range(mesh.size)]
-            assert torch.equal(layout.unshard(parts, mesh), full)
-            counted = sum(
-                float(parts[r][tuple(slice(a, a + b) for a, b in zip(s.start, s.size, strict=True))].sum()) / s.copies
-                for r in range(mesh.size)
-                for s in layout.shares(mesh)
-            )
-            alike = mesh.size // math.prod(mesh.axes[axis] for axis in layout.axes_on(mesh))
-            boxes = [box for r in range(mesh.size) for box in layout.boxes(r, mesh)]
-            assert sum(math.prod(b.size) / b.copies for b in boxes) / alike == full.numel()
-            for r in range(mesh.size) if layout.axes == ("tp",) else ():
-                part = layout.spec.shard(full, mesh.coords(r)["tp"], mesh.axes["tp"])
-                assert torch.equal(parts[r], part)
-            assert counted / alike == pytest.approx(float(full.sum()))
-            for other in MESHES:
-                for r in range(other.size):
-                    assert torch.equal(layout.reshard(parts, mesh, r, other), layout.shard(full, r, other))
+    for layout, mesh in itertools.product(LAYOUTS, MESHES):
+        test_layout.check_boxes(layout, mesh)
+        test_layout.check_shares(layout, mesh)
+        for other in MESHES:
+            test_layout.check_parts(layout, mesh, other)
+        for r in range(mesh.size) if layout.axes == ("tp",) else ():
+            full = test_layout.full_of(layout)
+            part = layout.spec.shard(full, mesh.coords(r)["tp"], mesh.axes["tp"])
+            assert torch.equal(layout.shard(full, r, mesh), part)
 
 
 def transposes() -> None:
-    """``<f(x), y> = <x, f_T(y)>``, summed over the ranks; replicated values count once."""
-
-    def rank(ctx: ParallelContext) -> None:
-        tp = ctx.comm("tp")
-        torch.manual_seed(ctx.rank)
-        x, y = torch.randn(4, 4, dtype=torch.float64), torch.randn(4, 8, dtype=torch.float64)
-        for f in (
-            lambda t: ops.all_gather(t, tp, 1),
-            lambda t: ops.all_to_all(t, tp, 0, 1),
-            lambda t: ops.reduce_scatter(t, tp, 0),
-            lambda t: ops.shift(t, tp),
-        ):
-            given = x.clone().requires_grad_()
-            out = f(given)
-            other = y.flatten()[: out.numel()].view(out.shape)
-            (grad,) = torch.autograd.grad(out, given, other)
-            sums = torch.stack([(out * other).sum(), (given * grad).sum()]).detach()
-            left, right = tp.all_reduce(sums).tolist()
-            assert left == pytest.approx(right)
-        same = torch.arange(16, dtype=torch.float64).view(4, 4)
-        for f, start, other in ((ops.copy, same, x), (ops.reduce, x, same)):
-            given = start.clone().requires_grad_()
-            out = f(given, tp)
-            (grad,) = torch.autograd.grad(out, given, other)
-            into, back = (out * other).sum().detach(), (given * grad).sum().detach()
-            left = tp.all_reduce(into) if f is ops.copy else into
-            right = tp.all_reduce(back) if f is ops.reduce else back
-            assert float(left) == pytest.approx(float(right))
-        assert torch.equal(ops.shift(torch.full((1,), ctx.rank), tp), torch.full((1,), 1 - ctx.rank))
-
-    run_ranks(Mesh({"tp": 2}), rank)
+    for name in test_ops.MAPPINGS:
+        test_ops.test_backward_is_the_transpose_and_its_own_backward_forward(name=name, tp=2)
+    shifted = run_ranks(Mesh({"tp": 2}), lambda ctx: int(ops.shift(torch.full((1,), ctx.rank), ctx.comm("tp"))))
+    assert shifted == [1, 0]
 
 
 class Block2(nn.Module):
@@ -157,8 +113,8 @@ MUTANTS = [
     Mutant(ShardSpec.shard, "piece.local, piece.length", "piece.full, piece.length"),
     Mutant(ShardSpec.shard, "new_zeros", "new_ones"),
     Mutant(AxisCut.rank, "rank * mesh.axes.get(axis, 1) + at", "at"),
-    Mutant(_gathered_index, "rank * width", "width"),
-    Mutant(_source_index, "p.full + p.length)", "p.full + p.length)[::-1]"),
+    Mutant(ShardSpec.gathered_index, "rank * width", "width"),
+    Mutant(ShardSpec.source_index, "p.full + p.length)", "p.full + p.length)[::-1]"),
     Mutant(_within, "run.full + lo - run.local", "run.full"),
     Mutant(_within, "run.copies * copies", "copies + run.copies"),
     Mutant(_steps, "ShardSpec((extents[dim],), 0)", "ShardSpec((layout.shape[dim],), 0)"),

@@ -15,9 +15,7 @@ from worlds import each_rank
 
 from tpcore.comm import mappings as ops
 from tpcore.comm.comm import Comm
-from tpcore.layout.mesh import Mesh
 from tpcore.runtime.context import ParallelContext
-from tpcore.testing import run_ranks
 
 SHAPE = (4, 8, 12)
 Fn = Callable[[Tensor, Comm, int], Tensor]
@@ -115,12 +113,10 @@ def test_sums_are_taken_in_the_precision_asked_for(
     assert got.tolist() == [want] * got.numel()
 
 
-def test_a_lower_precision_than_the_tensors_own_is_never_used() -> None:
-    def rank(ctx: ParallelContext) -> float:
-        x = torch.tensor([2.0**40 + ctx.rank], dtype=torch.float64)
-        return float(ops.reduce(x, ctx.comm("tp"), dtype=torch.float32)) - 2.0**41
-
-    assert run_ranks(Mesh({"tp": 2}), rank) == [1.0, 1.0]
+@each_rank(tp=2)
+def test_a_lower_precision_than_the_tensors_own_is_never_used(ctx: ParallelContext) -> None:
+    x = torch.tensor([2.0**40 + ctx.rank], dtype=torch.float64)
+    assert float(ops.reduce(x, ctx.comm("tp"), dtype=torch.float32)) == 2.0**41 + 1
 
 
 @pytest.mark.parametrize("name", ["scatter", "reduce_scatter", "gather", "all_gather"])

@@ -123,7 +123,7 @@ STEPS: dict[str, Step] = {f.__name__.strip("_"): f for f in (
 def _train(
     ctx: ParallelContext, full: dict[str, Tensor], kind: str, step: Step, overlap: bool, without: str = ""
 ) -> list[Tensor]:
-    net = cut_net(full, ctx)
+    net = cut_net(full)
     if without:
         delattr(net, without)
     optimizer = KINDS[kind](net)
@@ -187,7 +187,7 @@ def test_buckets_start_before_backward_ends(kind: str, name: str, monkeypatch: p
     trace, full = Trace(monkeypatch), plain_net().state_dict()
 
     def rank(ctx: ParallelContext) -> None:
-        net = cut_net(full, ctx)
+        net = cut_net(full)
         optimizer = KINDS[kind](net)
         for i in range(2):
             optimizer.zero_grad()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from pipelines import SEQ, VOCAB, WIDTH, Block, assert_same_gradients, batch_of, cut, part_of, plain, share_of
+from pipelines import ENGINES, WIDTH, Block, assert_same_gradients, backward, batch_of, cut, part_of, plain, share_of
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from worlds import each_rank
@@ -43,16 +44,10 @@ def both_ways(ctx: ParallelContext, layers: int, count: int, tokens: bool) -> se
     want = dense(**batch)
     want.backward()
     model = nn.Module()
-    for engine in ("recomputed", "kept", "lockstep"):
+    for engine in ENGINES:
         model = cut(layers, ctx, tied=True, tokens=tokens)
-        if engine == "lockstep":
-            loss = tpcore.PipelineModel(model, count).run_train(**share_of(batch, ctx))
-        else:
-            again = engine == "recomputed"
-            model.layers = tpcore.PipelinedLayers(model.layers, count, recompute=again, shared=["mix"])
-            loss = model(**share_of(batch, ctx))
-            loss.backward()
-        mean = ctx.comm("dp").all_reduce(loss.detach().reshape(1)) / ctx.comm("dp").size
+        loss = backward(model, engine, count, share_of(batch, ctx))
+        mean = ctx.comm("dp").all_reduce(loss.reshape(1)) / ctx.comm("dp").size
         torch.testing.assert_close(mean[0], want.detach(), **EXACT)
         tpcore.reduce_gradients(model)
         assert_same_gradients(model, dense, ctx)
@@ -89,79 +84,57 @@ def test_over_gloo(pool: Any) -> None:
     pool.run(mesh(2, 2), both_ways, 4, 4, True)
 
 
-# -- a training run ---------------------------------------------------------------------------------------
-def steps(model: nn.Module, run: Callable[[dict[str, Tensor]], Tensor], last: int) -> None:
-    optimizer = torch.optim.AdamW(model.named_parameters(), lr=0.02)
-    for step in range(last):
-        run(batch_of(8, step))
-        tpcore.optimizer_step(optimizer, max_norm=0.5)
-        optimizer.zero_grad()
-
-
-def test_a_checkpoint_opens_on_any_mesh(tmp_path: Path) -> None:
-    """Plain modules' parameters too, and as one file for the plain model."""
-
-    def changed(ctx: ParallelContext) -> nn.Module:
-        model = cut(4, ctx, tied=True)
-        model.layers = tpcore.PipelinedLayers(model.layers, 2, shared=["mix"])
-        steps(model, lambda b: _backward(model(**b)), 2)
-        return model
-
-    def write(ctx: ParallelContext) -> None:
-        checkpoint.save({"model": changed(ctx).state_dict(), "step": 2}, tmp_path / "c")
-
-    def read(ctx: ParallelContext) -> None:
-        want = changed(ctx).state_dict()
-        model = cut(4, ctx, tied=True)
-        model.layers = tpcore.PipelinedLayers(model.layers, 2, shared=["mix"])
-        assert checkpoint.load(tmp_path / "c", model)["step"] == 2
-        for name, value in model.state_dict().items():
-            torch.testing.assert_close(value, want[name], rtol=1e-9, atol=1e-9)
-
-    run_ranks(mesh(2, 2), write)
-    for pp, tp in ((4, 1), (1, 2), (2, 2)):
-        run_ranks(mesh(pp, tp), read)
-    consolidate(tmp_path / "c", tmp_path / "whole")
-    unsharded = plain(4, tied=True)
-    unsharded.load_state_dict(load_file(tmp_path / "whole" / "model.safetensors"), strict=False)
-    (want,) = run_ranks(mesh(1), lambda ctx: changed(ctx).state_dict())
-    for name, value in unsharded.state_dict().items():
-        torch.testing.assert_close(value, want[name], rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("there", [1, 4])
-def test_stages_that_others_wrote(tmp_path: Path, there: int) -> None:
-    """The table on the first of them, head and norm on the last, each cut over tp alone."""
-    full = plain(4).state_dict()
-    files = [(stage, rank) for stage in range(there) for rank in range(2)]
-    for stage, rank in files:
+# -- checkpoints ------------------------------------------------------------------------------------------
+def written_by_others(full: dict[str, Tensor], stages: int, path: Path) -> None:
+    """The table on the first stage, head and norm on the last, each cut over tp alone."""
+    for stage, rank in itertools.product(range(stages), range(2)):
         part: dict[str, Tensor] = {}
         for name, value in full.items():
             number = int(name.split(".")[1]) if name.startswith("layers") else -1
-            at = number * there // 4 if number >= 0 else 0 if name.startswith("embed") else there - 1
+            at = number * stages // 4 if number >= 0 else 0 if name.startswith("embed") else stages - 1
             dim = 1 if "down.weight" in name else 0 if "norm" not in name and "down" not in name else None
             if at == stage:
                 part[name] = value if dim is None else value.chunk(2, dim)[rank].clone()
-        folder = tmp_path / f"tp_rank_{rank:02d}_pp_rank_{stage:02d}"
-        folder.mkdir()
+        folder = path / f"tp_rank_{rank:02d}_pp_rank_{stage:02d}"
+        folder.mkdir(parents=True)
         torch.save({"model": part, "epoch": 3}, folder / "checkpoint.pt")
 
+
+@pytest.mark.parametrize("stages_of_others", [None, 1, 4])
+def test_a_checkpoint_opens_on_any_mesh(tmp_path: Path, stages_of_others: int | None) -> None:
+    """Plain modules' parameters too; ours as one file for the plain model as well."""
+    tied = stages_of_others is None
+    full = {name: value + 1 for name, value in plain(4, tied=tied).state_dict().items()}  # biases too are not 0
+
+    def staged(ctx: ParallelContext) -> nn.Module:
+        model = cut(4, ctx, tied=tied)
+        model.layers = tpcore.PipelinedLayers(model.layers, 2, shared=["mix"])
+        return model
+
+    def write(ctx: ParallelContext) -> None:
+        model = staged(ctx)
+        for p in model.parameters():
+            p.data += 1
+        checkpoint.save({"model": model.state_dict(), "epoch": 3}, tmp_path / "c")
+
     def read(ctx: ParallelContext) -> None:
-        model = cut(4, ctx)
+        model = staged(ctx)
         for p in model.parameters():
             nn.init.zeros_(p)
-        model.layers = tpcore.PipelinedLayers(model.layers, 2, shared=["mix"])
-        assert checkpoint.load(tmp_path, model)["epoch"] == 3
+        assert checkpoint.load(tmp_path / "c", model)["epoch"] == 3
         for name, value in model.state_dict().items():
             assert torch.equal(value, part_of(full[name], value, ctx)), name
 
-    for pp, tp in ((1, 1), (2, 2), (4, 1), (2, 1)):
+    if stages_of_others is not None:
+        written_by_others(full, stages_of_others, tmp_path / "c")
+    else:
+        run_ranks(mesh(2, 2), write)
+        consolidate(tmp_path / "c", tmp_path / "whole")
+        whole = load_file(tmp_path / "whole" / "model.safetensors")
+        assert {*whole, "embed.weight", "head.weight"} == {*full}
+        assert all(torch.equal(value, full[name]) for name, value in whole.items())
+    for pp, tp in ((1, 1), (2, 2), (4, 1), (2, 1), (1, 2)):
         run_ranks(mesh(pp, tp), read)
-
-
-def _backward(loss: Tensor) -> Tensor:
-    loss.backward()
-    return loss
 
 
 def test_initial_values_are_those_of_one_stage() -> None:
@@ -197,16 +170,11 @@ def test_what_is_on_one_stage_alone_says_so(ctx: ParallelContext) -> None:
 @each_rank(pp=2, dp=1, tp=2)
 def test_dropout_is_the_same_when_it_is_computed_again(ctx: ParallelContext) -> None:
     found = []
-    for engine in ("kept", "recomputed", "lockstep"):
+    for engine in ENGINES:
         model = cut(4, ctx, dropout=0.3)
         model.drop = nn.Identity()  # of the whole batch here, of a microbatch there
         torch.manual_seed(11)
-        if engine == "lockstep":
-            loss = tpcore.PipelineModel(model, 4).run_train(**batch_of(8))
-        else:
-            again = engine == "recomputed"
-            model.layers = tpcore.PipelinedLayers(model.layers, 4, recompute=again, shared=["mix"])
-            loss = _backward(model(**batch_of(8))).detach()
+        loss = backward(model, engine, 4, batch_of(8))
         found.append((loss, [p.grad for p in model.parameters()], torch.rand(3)))
     for loss, grads, after in found[1:]:
         torch.testing.assert_close(loss, found[0][0], **EXACT)
@@ -293,29 +261,25 @@ def test_recomputation_keeps_the_inputs_alone() -> None:
                 return t
 
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-                y = layers(torch.ones(8, SEQ, WIDTH, requires_grad=True), torch.eye(SEQ))
+                y = layers(torch.ones(8, 4, WIDTH, requires_grad=True), torch.eye(4))
             y.sum().backward()
             return sum(saved.values())
 
         return run_ranks(mesh(2), rank)[0]
 
-    unit = 2 * SEQ * WIDTH  # of one microbatch
+    unit = 2 * 4 * WIDTH  # of one microbatch
     # beside the inputs of five ticks: conditions of one element, and the whole output once
     assert kept(True) <= (5 + 4 + 1) * unit
     assert kept(False) > 5 * 10 * unit
 
 
-@pytest.mark.parametrize("engine", ["layers", "lockstep"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_a_dropped_pipeline_is_freed_at_once(engine: str) -> None:
     """Without the garbage collector: it runs on each rank at another time, and memory is needed at once."""
 
     def rank(ctx: ParallelContext) -> bool:
-        model, batch = cut(4, ctx), batch_of(16)
-        if engine == "lockstep":
-            tpcore.PipelineModel(model, 4).run_train(**batch)
-        else:
-            model.layers = tpcore.PipelinedLayers(model.layers, 4, shared=["mix"])
-            model(**batch).backward()
+        model = cut(4, ctx)
+        backward(model, engine, 4, batch_of(16))
         parts = [weakref.ref(part) for part in (*model.modules(), *model.parameters())]
         del model
         return all(part() is None for part in parts)
@@ -352,7 +316,7 @@ def test_arguments_that_take_a_gradient_nested_and_split() -> None:
 
     def run(layers: Any) -> list[Tensor]:
         mine, theirs = x.clone().requires_grad_(), bias.clone().requires_grad_()
-        _backward(biased(layers, mine, theirs))
+        biased(layers, mine, theirs).backward()
         return [mine.grad, theirs.grad]
 
     want = run([Biased() for _ in range(4)])
@@ -489,7 +453,7 @@ def test_stages_of_different_batches_are_told(other: str, at: int, checked: bool
             model.layers = tpcore.PipelinedLayers(model.layers, num_microbatches=2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(3):
-            ids = torch.arange(24).view(8, 3) % (VOCAB - 1)
+            ids = torch.arange(24).view(8, 3) % 23  # of 24 words
             labels = ids + 1
             if ctx.coord("pp") == at and step == (1 if checked else 0):
                 ids = {"ids": torch.zeros_like(ids), "shape": ids[:4]}.get(other, ids)

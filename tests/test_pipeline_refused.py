@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -127,71 +128,58 @@ def test_numbers_of_microbatches() -> None:
 
 
 # -- the engine -------------------------------------------------------------------------------------------
-class Two(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder, self.decoder = nn.ModuleList(linears(2)), nn.ModuleList(linears(2))
-
-
-class Without(nn.Module):
-    pass
-
-
-class Unused(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(linears(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.sum()
-
-
-class Lossless(Unused):
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-class Twice(Unused):
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(2):
-            for layer in self.layers:
-                x = layer(x)
-        return x.sum()
-
-
-class Learned(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers, self.bias = nn.ModuleList([Adds()]), nn.Parameter(torch.ones(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x, self.bias)
-        return x.sum()
-
-
 class Adds(nn.Module):
     def forward(self, x: Tensor, bias: Tensor) -> Tensor:
         return x + bias
 
 
-MODELS: dict[str, tuple[type[nn.Module], str]] = {
-    "two lists": (Two, "several lists of layers, encoder, decoder.*model.encoder = tpcore.PipelinedLayers"),
-    "no list": (Without, "no nn.ModuleList"),
-    "layers not called": (Unused, "does not call its pipelined layers"),
-    "no loss": (Lossless, "no loss of one element, but a Tensor"),
-    "called twice": (Twice, "calls its pipelined layers 2 times"),
-    "an argument with a gradient": (Learned, "get bias, which takes a gradient"),
+class Odd(nn.Module):
+    """Lists of layers, and a forward of the first of them."""
+
+    def __init__(self, forward: Callable[..., Tensor], **lists: nn.Module) -> None:
+        super().__init__()
+        self.run, self.bias = forward, nn.Parameter(torch.ones(2))
+        for name, layer in lists.items():
+            self.add_module(name, nn.ModuleList([layer]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self, x)
+
+
+def looped(model: Any, x: Tensor, *others: Tensor) -> Tensor:
+    for layer in model.layers:
+        x = layer(x, *others)
+    return x
+
+
+MODELS: dict[str, tuple[Callable[..., Tensor], dict[str, type[nn.Module]], str]] = {
+    "two lists": (
+        looped,
+        {"encoder": nn.Identity, "decoder": nn.Identity},
+        "several lists of layers, encoder, decoder.*model.encoder = tpcore.PipelinedLayers",
+    ),
+    "no list": (looped, {}, "no nn.ModuleList"),
+    "layers not called": (lambda m, x: x.sum(), {"layers": nn.Identity}, "does not call its pipelined layers"),
+    "no loss": (looped, {"layers": nn.Identity}, "no loss of one element, but a Tensor"),
+    "called twice": (
+        lambda m, x: looped(m, looped(m, x)).sum(),
+        {"layers": nn.Identity},
+        "calls its pipelined layers 2 times",
+    ),
+    "an argument with a gradient": (
+        lambda m, x: looped(m, x, m.bias).sum(),
+        {"layers": Adds},
+        "get bias, which takes a gradient",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", MODELS)
 def test_models_that_the_engine_cannot_run(case: str) -> None:
-    make, said = MODELS[case]
+    forward, lists, said = MODELS[case]
+    model = Odd(forward, **{name: kind() for name, kind in lists.items()})
     with pytest.raises(ValueError, match=said):
-        run_ranks(mesh(1), lambda ctx: tpcore.PipelineModel(make(), 2).run_train(X))
+        run_ranks(mesh(1), lambda ctx: tpcore.PipelineModel(model, 2).run_train(X))
 
 
 def test_a_batch_that_does_not_divide() -> None:

@@ -52,20 +52,9 @@ def test_dp_ranks_draw_alike_given_the_same_seed(ranks: Ranks) -> None:
     assert got[0] == got[2] != got[1] == got[3]
 
 
-def test_what_is_drawn_inside_does_not_move_the_stream_outside() -> None:
-    def rank(ctx: ParallelContext, many: int) -> list[float]:
-        tpcore.random.manual_seed(1)
-        with tpcore.random.sharded():
-            torch.rand(many)
-        return torch.rand(3).tolist()
-
-    few, lots = (run_ranks(Mesh({"tp": 2}), lambda ctx, m=m: rank(ctx, m)) for m in (1, 1000))
-    assert few == lots
-
-
-def fails_inside() -> None:
+def fails_inside(draws: int) -> None:
     with tpcore.random.sharded():
-        torch.rand(2)
+        torch.rand(draws)
         with tpcore.random.sharded():
             torch.rand(2)
             raise KeyError
@@ -77,10 +66,9 @@ def test_nested_regions_and_errors_leave_the_stream_in_place(ctx: ParallelContex
     with tpcore.random.sharded():
         pass
     want = torch.rand(3)
-
     tpcore.random.manual_seed(1)
     with pytest.raises(KeyError):
-        fails_inside()
+        fails_inside(1000)
     assert torch.equal(torch.rand(3), want)
 
 

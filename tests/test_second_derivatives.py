@@ -179,18 +179,11 @@ class Tanh(nn.Linear):
 
 
 @pytest.mark.parametrize("recompute", [True, False])
-def test_through_a_pipeline(recompute: bool) -> None:
-    def rank(ctx: ParallelContext) -> None:
-        torch.manual_seed(0)
-        layers = nn.ModuleList(Tanh(3, 3) for _ in range(4)).double()
-        x = torch.randn(2, 3, dtype=torch.float64)
-        whole = functional.hessian(lambda x: nn.Sequential(*layers)(x).sum(), x)
-        staged = tpcore.PipelinedLayers(layers, num_microbatches=2, recompute=recompute)
-        torch.testing.assert_close(functional.hessian(lambda x: run(staged, x), x), whole)
-
-    def run(layers: Any, x: Tensor) -> Tensor:
-        for layer in layers:
-            x = layer(x)
-        return x.sum()
-
-    run_ranks(Mesh({"pp": 2}), rank)
+@each_rank(pp=2)
+def test_through_a_pipeline(ctx: ParallelContext, recompute: bool) -> None:
+    torch.manual_seed(0)
+    layers = nn.ModuleList(Tanh(3, 3) for _ in range(4)).double()
+    x = torch.randn(2, 3, dtype=torch.float64)
+    whole = functional.hessian(lambda x: nn.Sequential(*layers)(x).sum(), x)
+    staged = tpcore.PipelinedLayers(layers, num_microbatches=2, recompute=recompute)
+    torch.testing.assert_close(functional.hessian(lambda x: staged(x).sum(), x), whole)

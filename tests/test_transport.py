@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,29 +24,19 @@ from tpcore.testing.kit import collectives, memory
 from tpcore.testing.threads import ThreadWorld
 
 
-class Meeting:
-    """Any ranks meet, whatever they came for: as most transports do."""
-
-    def __init__(self, world: ThreadWorld) -> None:
-        self._world = world
-
-    def all(self, members: tuple[int, ...], rank: int, x: Tensor) -> list[Tensor]:
-        flat = x.detach().contiguous().view(-1).view(torch.uint8)
-        sizes = self._world.exchange(members, rank, "sizes", torch.tensor([flat.numel()]))
-        room = F.pad(flat, (0, int(max(sizes)) - flat.numel()))
-        every = self._world.exchange(members, rank, "bytes", room)
-        return [t[: flat.numel()].clone().view(x.dtype).view(x.shape) for t in every]
-
-
 class Trusting(Transport):
     """The least that a plugin writes: three methods, no look at what others call."""
 
     def __init__(self, group: Group, rank: int, world: ThreadWorld) -> None:
         super().__init__(group, rank)
-        self._rank, self._meeting = rank, Meeting(world)
+        self._meet = partial(world.exchange, self.members, rank)
 
     def _every(self, x: Tensor) -> list[Tensor]:
-        return self._meeting.all(self.members, self._rank, x)
+        """Any ranks meet, whatever they came for: as in most transports."""
+        flat = x.detach().contiguous().view(-1).view(torch.uint8)
+        room = int(max(self._meet("sizes", torch.tensor([flat.numel()]))))
+        every = self._meet("bytes", F.pad(flat, (0, room - flat.numel())))
+        return [t[: flat.numel()].clone().view(x.dtype).view(x.shape) for t in every]
 
     def all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
         every = torch.stack(self._every(x))

@@ -11,30 +11,11 @@ import torch
 from nets import Heads, assert_same_parameters, cut_net, ids_of, loss_of, plain_net
 from tiers import tiers
 from torch import Tensor, nn
-from worlds import each_rank
+from worlds import by_call, each_rank
 
 import tpcore
 from tpcore import Mesh, ParallelContext, Zero1
 from tpcore.testing import run_ranks
-
-
-class Lion(torch.optim.Optimizer):
-    """Chen et al., 2023, https://arxiv.org/abs/2302.06675: one that torch has not."""
-
-    def __init__(self, params: Any, lr: float, betas: tuple[float, float] = (0.9, 0.99)) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            first, second = group["betas"]
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                average = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
-                p.sub_(torch.sign(average * first + p.grad * (1 - first)), alpha=group["lr"])
-                average.mul_(second).add_(p.grad, alpha=1 - second)
-
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1}),
@@ -43,7 +24,6 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adagrad": (torch.optim.Adagrad, {"lr": 0.05}),
     "rmsprop": (torch.optim.RMSprop, {"lr": 5e-3, "momentum": 0.5, "centered": True}),
     "nadam": (torch.optim.NAdam, {"lr": 1e-2}),
-    "lion": (Lion, {"lr": 1e-3}),
 }
 STEPS, BATCH = 10, 12
 
@@ -91,49 +71,31 @@ def assert_equals(net: nn.Module, plain: nn.Module, ctx: ParallelContext, tolera
 
 
 @pytest.mark.parametrize("kind", tiers(["adamw", "sgd", "nadam"], OPTIMIZERS))
-def test_ten_steps_are_those_of_the_plain_optimizer(kind: str) -> None:
+def test_ten_steps_and_the_state_after_them_are_those_of_the_plain_optimizer(kind: str) -> None:
     cls, options = OPTIMIZERS[kind]
     plain = plain_net()
     full = {k: v.clone() for k, v in plain.state_dict().items()}
-    norms = train(plain, cls(groups_of(plain), **options), lambda ids: ids, range(STEPS), plainly)
+    whole = cls(groups_of(plain), **options)
+    norms = train(plain, whole, lambda ids: ids, range(STEPS), plainly)
+    want = whole.state_dict()
+    names = [name for group in want["param_groups"] for name in group["param_names"]]
 
     def rank(ctx: ParallelContext) -> None:
-        net = cut_net(full, ctx)
+        net = cut_net(full)
         optimizer = Zero1(cls, groups_of(net), bucket_mb=1e-3, **options)
         seen = train(net, optimizer, mine(ctx), range(STEPS), cut)
         torch.testing.assert_close(torch.stack(seen), torch.stack(norms), rtol=1e-9, atol=0)
         assert_equals(net, plain, ctx, 1e-12)
+        got, specs = optimizer.state_dict(), tpcore.layers.shard_specs(net)
+        assert [name for group in got["param_groups"] for name in group["param_names"]] == names
+        assert got["state"].keys() == want["state"].keys()
+        for number, values in want["state"].items():
+            spec = specs[names[number]]
+            whole_ones = {key: value for key, value in values.items() if value.shape == spec.shape}
+            shards = {key: spec.shard(value, ctx.coord("tp"), 2) for key, value in whole_ones.items()}
+            torch.testing.assert_close(got["state"][number], values | shards, rtol=1e-10, atol=1e-12)
 
     run_ranks(Mesh({"dp": 3, "tp": 2}), rank)
-
-
-def test_state_is_that_of_the_plain_optimizer_and_a_share_of_it_lies_here() -> None:
-    plain = plain_net()
-    full = {k: v.clone() for k, v in plain.state_dict().items()}
-    whole = torch.optim.AdamW(plain.named_parameters(), lr=1e-2)
-    train(plain, whole, lambda ids: ids, range(3), plainly)
-    names = [n for n, p in plain.named_parameters() if p in whole.state]
-
-    def rank(ctx: ParallelContext) -> None:
-        net = cut_net(full, ctx)
-        optimizer = Zero1(torch.optim.AdamW, net.named_parameters(), lr=1e-2)
-        train(net, optimizer, mine(ctx), range(3), cut)
-        dp = ctx.comm("dp").size
-        for p, values in optimizer.state.items():
-            assert values["exp_avg"].shape == (-(-p.numel() // dp),)
-        n, r, specs = ctx.comm("tp").size, ctx.coord("tp"), tpcore.layers.shard_specs(net)
-        got = optimizer.state_dict()
-        assert got["param_groups"][0]["param_names"] == [n for n, _ in net.named_parameters()]
-        assert got["state"].keys() == whole.state_dict()["state"].keys()
-        for name, values in zip(names, got["state"].values(), strict=True):
-            want = whole.state[plain.get_parameter(name)]
-            assert values.keys() == want.keys()
-            assert values["step"] == want["step"]
-            for key in ("exp_avg", "exp_avg_sq"):
-                shard = specs[name].shard(want[key], r, n)
-                torch.testing.assert_close(values[key], shard, rtol=1e-10, atol=1e-12)
-
-    run_ranks(Mesh({"dp": 2, "tp": 2}), rank)
 
 
 @each_rank(dp=4, tp=1)
@@ -221,28 +183,19 @@ def test_gradients_are_summed_in_float32(ctx: ParallelContext) -> None:
     assert torch.equal(weight, before)
 
 
-def bytes_of(optimizer: torch.optim.Optimizer) -> int:
-    return sum(t.nbytes for values in optimizer.state.values() for t in values.values() if t.ndim)
-
-
-def test_bytes_that_a_rank_holds() -> None:
+@each_rank(dp=4, tp=1)
+def test_bytes_that_a_rank_holds(ctx: ParallelContext) -> None:
     """AdamW: 8/dp bytes a parameter; with masters 4/dp more; nothing else between steps."""
-
-    dp = 4
-
-    def rank(ctx: ParallelContext) -> None:
-        for dtype, master, each in ((torch.float32, None, 8), (torch.bfloat16, torch.float32, 12)):
-            model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))).to(dtype)
-            n = sum(p.numel() for p in model.parameters())
-            optimizer = Zero1(torch.optim.AdamW, model.named_parameters(), master_dtype=master)
-            model(torch.ones(2, 64, dtype=dtype)).sum().backward()
-            tpcore.optimizer_step(optimizer, max_norm=1.0)
-            assert bytes_of(optimizer) == each * n // dp
-            chunks = sum(c.value.nbytes for c in optimizer._chunks.values())
-            assert chunks == (0 if master is None else 4 * n // dp)
-            assert all(p.grad is None for p in model.parameters())
-
-    run_ranks(Mesh({"dp": dp, "tp": 1}), rank)
+    for dtype, master, each in ((torch.float32, None, 8), (torch.bfloat16, torch.float32, 12)):
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))).to(dtype)
+        n = sum(p.numel() for p in model.parameters())
+        optimizer = Zero1(torch.optim.AdamW, model.named_parameters(), master_dtype=master)
+        model(torch.ones(2, 64, dtype=dtype)).sum().backward()
+        tpcore.optimizer_step(optimizer, max_norm=1.0)
+        held = [t for values in optimizer.state.values() for t in values.values() if t.ndim]
+        assert sum(t.nbytes for t in held) == each * n // 4
+        assert sum(c.value.nbytes for c in optimizer._chunks.values()) == (0 if master is None else n)
+        assert all(p.grad is None for p in model.parameters())
 
 
 # -- steps that are skipped --------------------------------------------------------------------------------
@@ -258,7 +211,7 @@ def _with(kind: str, net: nn.Module, **options: Any) -> torch.optim.Optimizer:
 def test_an_infinity_on_one_rank_is_skipped_by_all(ctx: ParallelContext, where: str, kind: str, bad: float) -> None:
     """Of a weight that is cut, which every rank's norm shows, and of one that is not."""
     full = plain_net().state_dict()
-    net = cut_net(full, ctx)
+    net = cut_net(full)
     optimizer = _with(kind, net)
     train(net, optimizer, mine(ctx), range(2), cut)
     before = {k: v.clone() for k, v in net.state_dict().items()}
@@ -307,7 +260,7 @@ def test_scales_stay_the_same_on_all_ranks(kind: str) -> None:
     assert want == [8.0, 8.0, 4.0, 4.0, 4.0, 8.0]
 
     def rank(ctx: ParallelContext) -> None:
-        net = cut_net(full, ctx)
+        net = cut_net(full)
 
         def step(optimizer: torch.optim.Optimizer, scaling: torch.amp.GradScaler) -> None:
             tpcore.optimizer_step(optimizer, max_norm=0.3, scaler=scaling)
@@ -335,7 +288,7 @@ def test_an_optimizer_made_before_the_model_is_cut() -> None:
     train(plain, torch.optim.AdamW(plain.named_parameters(), lr=1e-2), lambda ids: ids, range(2), plainly)
 
     def rank(ctx: ParallelContext) -> None:
-        net = cut_net(full, ctx)
+        net = cut_net(full)
         values = {n: p.detach() for n, p in net.named_parameters()}
         for p in net.parameters():
             p.data = torch.zeros(11, dtype=p.dtype)
@@ -394,44 +347,42 @@ class Mixes(torch.optim.SGD):
         super().step()
 
 
-def _twice(ctx: ParallelContext, p: nn.Parameter) -> None:
-    Zero1(torch.optim.SGD, [{"params": [p]}, {"params": [p]}], lr=1.0)
-
-
-def _elsewhere(ctx: ParallelContext, p: nn.Parameter) -> nn.Module:
+def elsewhere(ctx: ParallelContext) -> nn.Module:
     other = ParallelContext(type(ctx.backend)(ctx.rank, ctx.backend._world), ctx.mesh, ctx.rank)  # type: ignore[attr-defined]
     with tpcore.use(other):
         return tpcore.ColumnParallelLinear(4, 4, bias=False)
 
 
-ERRORS: dict[str, tuple[Callable[[ParallelContext, nn.Parameter], Any], str]] = {
-    "mixing": (lambda ctx, p: Zero1(Mixes, [p], lr=1.0), "Mixes mixes its entries: a step of a whole"),
-    "mixing, by name": (lambda ctx, p: Zero1(torch.optim.Adafactor, [p]), "Adafactor mixes"),
-    "two groups": (_twice, "more than one parameter group"),
-    "twice in one": (lambda ctx, p: Zero1(torch.optim.SGD, [("p", p), ("q", p)], lr=1.0), "twice in one group"),
-    "another context": (
-        lambda ctx, p: Zero1(torch.optim.SGD, _elsewhere(ctx, p).named_parameters(), lr=1.0),
-        "'weight' .* another context",
-    ),
-    "cut over dp": (
-        lambda ctx, p: Zero1(
-            torch.optim.SGD, tpcore.ColumnParallelLinear(4, 4, group=ctx.comm("dp")).named_parameters(), lr=1.0
-        ),
-        "'weight' .* cut over dp",
-    ),
-    "bucket": (lambda ctx, p: Zero1(torch.optim.SGD, [p], lr=1.0, bucket_mb=0), "bucket_mb must be above 0"),
-    "dtype": (lambda ctx, p: Zero1(torch.optim.SGD, [p], lr=1.0, master_dtype=torch.int64), "master_dtype must be"),
-    "rate": (lambda ctx, p: Zero1(torch.optim.SGD, [p], lr=-1.0), "learning rate"),
-    "max_norm": (lambda ctx, p: tpcore.optimizer_step(torch.optim.SGD([p], lr=1.0), max_norm=-1), "max_norm"),
-}
+ERRORS = by_call(r"""
+Zero1(Mixes, [p], lr=1.0)
+    Mixes mixes its entries: a step of a whole
+Zero1(optim.Adafactor, [p])
+    Adafactor mixes
+Zero1(optim.SGD, [{"params": [p]}, {"params": [p]}], lr=1.0)
+    more than one parameter group
+Zero1(optim.SGD, [("p", p), ("q", p)], lr=1.0)
+    twice in one group
+Zero1(optim.SGD, elsewhere(ctx).named_parameters(), lr=1.0)
+    'weight' .* another context
+Zero1(optim.SGD, ColumnParallelLinear(4, 4, group=ctx.comm("dp")).named_parameters(), lr=1.0)
+    'weight' .* cut over dp
+Zero1(optim.SGD, [p], lr=1.0, bucket_mb=0)
+    bucket_mb must be above 0
+Zero1(optim.SGD, [p], lr=1.0, master_dtype=torch.int64)
+    master_dtype must be
+Zero1(optim.SGD, [p], lr=-1.0)
+    learning rate
+optimizer_step(optim.SGD([p], lr=1.0), max_norm=-1)
+    max_norm
+""")
 
 
-@pytest.mark.parametrize("case", ERRORS)
+@pytest.mark.parametrize("call", ERRORS)
 @each_rank(dp=2, tp=1)
-def test_what_is_refused(ctx: ParallelContext, case: str) -> None:
-    attempt, match = ERRORS[case]
-    with pytest.raises(ValueError, match=f"(?is){match}"):
-        attempt(ctx, nn.Parameter(torch.ones(4, 4)))
+def test_what_is_refused(ctx: ParallelContext, call: str) -> None:
+    names = {"ctx": ctx, "p": nn.Parameter(torch.ones(4, 4)), "elsewhere": elsewhere, "Mixes": Mixes}
+    with pytest.raises(ValueError, match=f"(?is){ERRORS[call]}"):
+        eval(call, {**vars(tpcore), "torch": torch, "optim": torch.optim, **names})
 
 
 @each_rank(dp=1, tp=2)
@@ -445,9 +396,6 @@ def test_a_state_of_another_shape_is_refused(ctx: ParallelContext) -> None:
         Zero1(torch.optim.AdamW, cut_layer.named_parameters()).load_state_dict(plain.state_dict())
     with pytest.raises(ValueError, match="of 2 parameters, and this optimizer has 1"):
         Zero1(torch.optim.AdamW, [cut_layer.weight]).load_state_dict(plain.state_dict())
-
-
-# -- processes ---------------------------------------------------------------------------------------------
 
 
 # -- optimizers made before the model is moved -------------------------------------------------------------
@@ -474,20 +422,17 @@ def test_moving_keeps_parameters_the_objects_that_they_are(ctx: ParallelContext)
     assert held() is not seen.weight
 
 
-def test_a_backward_after_the_mean_is_refused() -> None:
+@each_rank(dp=2, tp=1)
+def test_a_backward_after_the_mean_is_refused(ctx: ParallelContext) -> None:
     """The step would leave its gradients out: clipping is for once, after the last backward."""
-
-    def rank(ctx: ParallelContext) -> None:
-        layer = nn.Linear(4, 4)
-        optimizer = Zero1(torch.optim.SGD, layer.named_parameters(), lr=0.1)
-        layer(torch.ones(1, 4)).sum().backward()
-        tpcore.clip_grad_norm(layer, 1.0)
-        layer(torch.ones(1, 4)).sum().backward()
-        for late in (optimizer.step, lambda: tpcore.clip_grad_norm(layer, 1.0)):
-            with pytest.raises(ValueError, match="a backward has run since the mean of this step's gradients"):
-                late()
-        optimizer.zero_grad()
-        layer(torch.ones(1, 4)).sum().backward()
-        optimizer.step()
-
-    run_ranks(Mesh({"dp": 2, "tp": 1}), rank)
+    layer = nn.Linear(4, 4)
+    optimizer = Zero1(torch.optim.SGD, layer.named_parameters(), lr=0.1)
+    layer(torch.ones(1, 4)).sum().backward()
+    tpcore.clip_grad_norm(layer, 1.0)
+    layer(torch.ones(1, 4)).sum().backward()
+    for late in (optimizer.step, lambda: tpcore.clip_grad_norm(layer, 1.0)):
+        with pytest.raises(ValueError, match="a backward has run since the mean of this step's gradients"):
+            late()
+    optimizer.zero_grad()
+    layer(torch.ones(1, 4)).sum().backward()
+    optimizer.step()

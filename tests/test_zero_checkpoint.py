@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import math
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from nets import cut_net, plain_net
-from test_optimizer_state import Staged, filled
+from test_optimizer_state import Staged, by_place, filled
 from test_zero import assert_equals, cut, groups_of, mine, plainly, train
 from torch import Tensor, nn
 from worlds import each_rank
@@ -57,19 +56,19 @@ def test_a_run_goes_on_at_another_mesh(
     train(plain, reference, lambda ids: ids, range(3, 6), plainly)  # its schedule begins anew, as that of the other
 
     def first(ctx: ParallelContext) -> None:
-        net = cut_net(full, ctx)
+        net = cut_net(full)
         optimizer = optimizer_of(net, zero[0], bucket_mb=1e-3) if zero[0] else optimizer_of(net, False)
         train(net, optimizer, mine(ctx), range(3), cut)
         state: Any = optimizer if way == "optimizer" else optimizer.state_dict()
         save({"model": net.state_dict(), "optimizer": state}, tmp_path / "c")
 
     def second(ctx: ParallelContext) -> None:
-        net = cut_net(full, ctx)
+        net = cut_net(full)
         optimizer = optimizer_of(net, zero[1])
         optimizer.load_state_dict(load(tmp_path / "c", net)["optimizer"])
         assert_equals(net, three, ctx, 1e-12)
         assert {values["step"].item() for values in optimizer.state_dict()["state"].values()} == {3}
-        net = cut_net(three.state_dict(), ctx)
+        net = cut_net(three.state_dict())
         alone = optimizer_of(net, zero[1])
         load(tmp_path / "c", alone, model_key="optimizer")
         train(net, alone, mine(ctx), range(3, 6), cut)
@@ -85,11 +84,8 @@ def staged(ctx: ParallelContext, zero: bool, *, named: bool = True) -> tuple[Sta
     params = model.named_parameters() if named else model.parameters()
     optimizer = Zero1(AdamW, params) if zero else AdamW(params)
     for step in (1, 2):
-        for name, p in model.named_parameters():
-            mark = sharding(p)
-            shape = mark.layout.shape if mark else tuple(p.shape)
-            full = torch.arange(1.0, 1 + math.prod(shape)).reshape(shape).sin() * step + sum(map(ord, name))
-            p.grad = mark.layout.shard(full, ctx.rank, ctx.mesh) if mark else full
+        for p, part in by_place(model, ctx, lambda place, step=step: place.sin() * step):
+            p.grad = part
         tpcore.optimizer_step(optimizer)
     return model, optimizer
 
@@ -364,7 +360,7 @@ def test_a_checkpoint_of_an_earlier_version_with_sums_is_refused(
     ctx: ParallelContext, tmp_path: Path, kind: str
 ) -> None:
     """``load_state_dict`` of a plain optimizer would take any key, and never use this one."""
-    net = cut_net(FULL, ctx)
+    net = cut_net(FULL)
     optimizer = AdamW(net.named_parameters(), lr=1e-2)
     for p in net.parameters():
         optimizer.state[p]["gradient"] = torch.ones_like(p)

@@ -21,7 +21,7 @@ def saved(ctx: ParallelContext, folder: Path) -> None:
     """The same twice, from the device and from the CPU: a net with tied weights, and views of one tensor."""
     full = {k: v.clone() for k, v in plain_net().state_dict().items()}
     for name, device in (("xla", ctx.device), ("cpu", torch.device("cpu"))):
-        net = tpcore.layers.move_model_to_device(cut_net(full, ctx), device)
+        net = tpcore.layers.move_model_to_device(cut_net(full), device)
         whole = torch.arange(6.0).to(device)
         views = {"whole": whole, "low": whole[:3], "high": whole[3:], "again": whole.detach()}
         save({"model": net.state_dict(), "views": views}, folder / name)
@@ -30,7 +30,7 @@ def saved(ctx: ParallelContext, folder: Path) -> None:
 def loaded(ctx: ParallelContext, folder: Path) -> bool:
     plain = plain_net()
     zeros = {k: torch.zeros_like(v) for k, v in plain.state_dict().items()}
-    net = tpcore.layers.move_model_to_device(cut_net(zeros, ctx), ctx.device)
+    net = tpcore.layers.move_model_to_device(cut_net(zeros), ctx.device)
     load(folder, model=net)
     tied = net.head.weight is net.embed.weight
     tpcore.layers.move_model_to_device(net, "cpu")

@@ -24,7 +24,7 @@ def one_step(ctx: ParallelContext, norm_type: float) -> None:
     want_norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.05, norm_type)
     torch.optim.SGD(plain.parameters(), lr=1.0).step()
 
-    net = cut_net(full, ctx)
+    net = cut_net(full)
     tpcore.layers.move_model_to_device(net, ctx.device)
     assert net.head.weight is net.embed.weight
     for seed in range(2):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from nets import PlainNet, cut_net, ids_of, loss_of
+from nets import Net, cut_net, ids_of, loss_of
 from onreplicas import on_replicas
 from tpcore_neuron.testing import programs
 
@@ -18,7 +18,7 @@ STEPS, BATCH = 5, 8
 
 def plain_training() -> tuple[dict[str, torch.Tensor], Any]:
     torch.manual_seed(0)
-    plain = PlainNet().float()
+    plain = Net().float()
     full = {k: v.clone() for k, v in plain.state_dict().items()}
     opt = torch.optim.AdamW(plain.named_parameters(), lr=1e-2)
     for step in range(STEPS):
@@ -31,7 +31,7 @@ def plain_training() -> tuple[dict[str, torch.Tensor], Any]:
 
 def training(ctx: ParallelContext) -> list[tuple[bool, str, Any]]:
     full, want = plain_training()
-    net = cut_net(full, ctx).float()
+    net = cut_net(full).float()
     opt = Zero1(torch.optim.AdamW, net.named_parameters(), lr=1e-2)  # before the model is moved
     tpcore.layers.move_model_to_device(net, ctx.device)
     dp = ctx.comm("dp").size

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType
 
 import torch
 
@@ -32,29 +32,22 @@ Caller = tuple[CodeType, int, int, int]
 
 def call_site(*also: str) -> Site:
     """Innermost frame outside tpcore, torch and files whose path starts with one of ``also``."""
-    skip = (*_LIBRARY, *also) if also else _LIBRARY
-    frame = outermost = sys._getframe(1)
-    while frame is not None:
-        if not frame.f_code.co_filename.startswith(skip):
-            return frame.f_code, frame.f_lineno
-        outermost, frame = frame, frame.f_back  # type: ignore[assignment]
-    return outermost.f_code, outermost.f_lineno
+    return call_place(*also)[:2]
 
 
 def call_place(*also: str) -> Caller:
     """``call_site``, and the innermost layer whose forward makes the call, which tells calls of one loop apart."""
-    code, line = call_site(*also)
-    frame: FrameType | None = sys._getframe(1)
+    skip, layer = (*_LIBRARY, *also) if also else _LIBRARY, (0, 0)
+    frame = outermost = sys._getframe(1)
     while frame is not None:
-        inner = frame.f_code
-        if inner.co_name == "forward" and inner.co_varnames[:1] == ("self",):
-            layer = frame.f_locals.get("self")
-            if hasattr(type(layer), "numbered"):
-                return code, line, *layer.numbered  # type: ignore[union-attr]
-        if inner is code:
-            break
-        frame = frame.f_back
-    return code, line, 0, 0
+        code = frame.f_code
+        if code.co_name == "forward" and code.co_varnames[:1] == ("self",) and layer == (0, 0):
+            owner = frame.f_locals.get("self")
+            layer = owner.numbered if hasattr(type(owner), "numbered") else layer  # type: ignore[union-attr]
+        if not code.co_filename.startswith(skip):
+            return code, frame.f_lineno, *layer
+        outermost, frame = frame, frame.f_back  # type: ignore[assignment]
+    return outermost.f_code, outermost.f_lineno, *layer
 
 
 def word_of(key: object) -> int:

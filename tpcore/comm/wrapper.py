@@ -14,28 +14,22 @@ from .signature import ALL, Call, call_place, checked_calls, compare
 from .transport import ALL_GATHER, ALL_REDUCE, PERMUTE, REDUCE_SCATTER, TABLE, Op, Pending, Primitive, Transport
 
 
-class TransportWrapper(Transport):
-    """A transport whose primitives all call ``relay``, which subclasses write."""
-
-    @abstractmethod
-    def relay(self, primitive: Primitive, x: Tensor, *arguments: Any) -> Tensor:
-        """Make the collective ``primitive`` of ``x`` and ``arguments``."""
-
-    def all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
-        return self.relay(ALL_REDUCE, x, op, donate)
-
-    def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        return self.relay(ALL_GATHER, x, dim)
-
-    def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
-        return self.relay(REDUCE_SCATTER, x, dim)
-
-
 def _relayed(primitive: Primitive) -> Any:
     def method(self: TransportWrapper, x: Tensor, *arguments: Any) -> Tensor:
         return self.relay(primitive, x, *arguments)
 
     return method
+
+
+class TransportWrapper(Transport):
+    """A transport whose primitives all call ``relay``, which subclasses write."""
+
+    # not by the loop below: they are abstract until the class is made
+    all_reduce, all_gather, reduce_scatter = map(_relayed, (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER))
+
+    @abstractmethod
+    def relay(self, primitive: Primitive, x: Tensor, *arguments: Any) -> Tensor:
+        """Make the collective ``primitive`` of ``x`` and ``arguments``."""
 
 
 for _primitive in TABLE:

@@ -30,8 +30,7 @@ class _WholeHead:
     part: ColumnParallelLinear
 
     def _whole(self, t: Tensor) -> Tensor:
-        whole = ops.gather(t, self.part.tp, -1)
-        return whole if self.part.features.plain else self.part.features.restored(whole)
+        return self.part.features.restored(ops.gather(t, self.part.tp, -1))
 
     @property
     def weight(self) -> Tensor:

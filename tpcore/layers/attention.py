@@ -4,50 +4,32 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from ..comm import mappings as ops
-from ..comm.comm import Comm
 from ..layout.shard import Block
 from ..runtime.context import current
+from .fused import enter
 from .initial import Init
 from .linear import ColumnParallelLinear
 from .module import Device, checked_plain, filled
 
 
-@dataclass(frozen=True)
-class InputCopy:
-    """``ops.copy`` of a tensor; with sequence parallelism an all-gather of its tokens."""
-
-    comm: Comm
-    sequence_dim: int | None
-    dtype: torch.dtype  # lowest precision for the sum of the gradient
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if self.sequence_dim is None:
-            return ops.copy(x, self.comm, dtype=self.dtype)
-        return ops.all_gather(x, self.comm, self.sequence_dim, dtype=self.dtype)
-
-
-@dataclass(frozen=True)
-class _Hook:
-    """Replaces one argument of an owner's forward by its copy. Holds neither tensors nor modules."""
-
-    copy: Callable[[Tensor], Tensor]
-    argument: str
-    position: int
-
-    def __call__(
-        self, owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if self.argument in kwargs:
-            return args, {**kwargs, self.argument: self.copy(kwargs[self.argument])}
-        at = self.position
-        return (*args[:at], self.copy(args[at]), *args[at + 1 :]), kwargs
+def _copied(
+    copy: Callable[[Tensor], Tensor],
+    name: str,
+    at: int,
+    owner: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A hook that replaces one argument of an owner's forward, by name or position ``at``, by its copy."""
+    if name in kwargs:
+        return args, {**kwargs, name: copy(kwargs[name])}
+    return (*args[:at], copy(args[at]), *args[at + 1 :]), kwargs
 
 
 def share_input(
@@ -77,9 +59,8 @@ def share_input(
     names = list(inspect.signature(owner.forward).parameters)
     if argument not in names:
         raise ValueError(f"{type(owner).__name__}.forward has no argument {argument!r} but {names}")
-    owner.register_forward_pre_hook(
-        _Hook(copy or InputCopy(*kinds.pop()), argument, names.index(argument)), with_kwargs=True
-    )
+    hook = partial(_copied, copy or partial(enter, how=kinds.pop()), argument, names.index(argument))
+    owner.register_forward_pre_hook(hook, with_kwargs=True)
     for column in columns:
         column.input_is_copied, column.sequence_dim = True, None
 
@@ -122,24 +103,14 @@ class ParallelQKV(nn.Module):
         self.head_dim = _head_dim(hidden_size, num_heads) if head_dim is None else head_dim
         _check_heads(num_heads, num_kv_heads, comm.size)
         self.local_heads, self.local_kv_heads = num_heads // comm.size, max(1, num_kv_heads // comm.size)
-        self.copy = InputCopy(comm, sequence_dim, reduce_dtype)
+        self.copy = partial(enter, how=(comm, sequence_dim, reduce_dtype))
+        column = partial(ColumnParallelLinear, init_method=init_method, reduce_dtype=reduce_dtype, group=comm)
         kv = Block(num_kv_heads * self.head_dim, self.head_dim, replicate=True)
         blocks = (Block(num_heads * self.head_dim, self.head_dim), kv, kv)
         parts = {"qkv_proj": blocks} if fused else {f"{n}_proj": (b,) for n, b in zip("qkv", blocks, strict=True)}
         for name, cut in parts.items():
             size = sum(block.size for block in cut)
-            projection = ColumnParallelLinear(
-                hidden_size,
-                size,
-                bias,
-                False,
-                dtype,
-                device,
-                blocks=cut,
-                init_method=init_method,
-                reduce_dtype=reduce_dtype,
-                group=comm,
-            )
+            projection = column(hidden_size, size, bias, False, dtype, device, blocks=cut)
             projection.input_is_copied = True
             self.add_module(name, projection)
 
@@ -162,18 +133,8 @@ class ParallelQKV(nn.Module):
         checked = [checked_plain(linear, nn.Linear, cls) for linear in linears]
         first = checked[0]
         heads = num_heads if len(checked) == 3 else num_heads + 2 * (num_kv_heads or num_heads)
-        layer = cls(
-            first.in_features,
-            num_heads,
-            num_kv_heads,
-            _head_dim(first.out_features, heads),
-            first.bias is not None,
-            first.weight.dtype,
-            "meta",
-            fused=len(checked) == 1,
-            init_method=None,
-            **options,
-        )
+        sizes = first.in_features, num_heads, num_kv_heads, _head_dim(first.out_features, heads), first.bias is not None
+        layer = cls(*sizes, first.weight.dtype, "meta", fused=len(checked) == 1, init_method=None, **options)
         for (name, projection), linear in zip(list(layer.named_children()), checked, strict=True):
             setattr(layer, name, filled(projection, linear))  # type: ignore[type-var]
         return layer.train(first.training)

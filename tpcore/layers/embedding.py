@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..comm import mappings as ops
 from ..layout.shard import ShardSpec
 from .features import Features, cut_features, tokens_over
+from .fused import leave
 from .initial import Init
 from .module import Device, ParallelModule, checked_plain, filled
 
@@ -167,9 +168,7 @@ class ParallelEmbedding(ParallelModule):
         if not self.collect_output:
             return y
         # one rank adds a value and the others add zeros, so the sum needs no wider dtype
-        if self.sequence_dim is None:
-            return ops.reduce(y, self.tp)
-        return ops.reduce_scatter(y, self.tp, self.sequence_dim) if self.tokens is None else self.tokens.summed(y)
+        return leave(y, (self.tp, self.sequence_dim, None)) if self.tokens is None else self.tokens.summed(y)
 
     def _columns(self, ids: Tensor) -> Tensor:
         y = self._gradient(F.embedding(ids, self.weight, sparse=self.sparse), ids)

@@ -18,18 +18,8 @@ from ..runtime.context import current
 from .module import ParallelModule
 
 Index = NDArray[np.int64]
-_MARK = "tpcore_unpadded"
-
-
-def mark_unpadded(y: Tensor, size: int) -> None:
-    """Store on ``y``, this rank's features with padding, the number of all ranks' features without it."""
-    setattr(y, _MARK, size)
-
-
-def unpadded(y: Tensor) -> int | None:
-    """The number that ``mark_unpadded`` stored; None for other tensors, such as results of operations."""
-    found: int | None = getattr(y, _MARK, None)
-    return found
+UNPADDED = "tpcore_unpadded"
+"""Attribute of a layer's output with padding, and of no result of an operation on it: the size without padding."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,8 +31,6 @@ class Features:
 
     size: int
     padded: bool = False
-    plain: bool = True
-    """Whether the concatenation of all ranks' features is the unsharded order, without padding."""
     order: Index | None = None
     """Position of each feature in the concatenation of all ranks' features; None if unchanged."""
     spread: Index | None = None
@@ -59,26 +47,26 @@ class Features:
         order, held = spec.gathered_index(n).numpy(), spec.source_index(n).numpy()
         padded, in_order = spec.padded(n), np.array_equal(order, np.arange(size))
         spread = held.clip(min=0).reshape(-1)
-        return cls(size, padded, False, None if in_order else order, spread, held >= 0 if padded else None)
+        return cls(size, padded, None if in_order else order, spread, held >= 0 if padded else None)
 
-    def restored(self, y: Tensor, dim: int = -1) -> Tensor:
+    def restored(self, y: Tensor) -> Tensor:
         """Gathered features in their unsharded order, without padding."""
         if self.order is not None:
-            return y.index_select(dim, torch.from_numpy(self.order).to(y.device))
-        return y.narrow(dim, 0, self.size) if self.padded else y
+            return y.index_select(-1, torch.from_numpy(self.order).to(y.device))
+        return y.narrow(-1, 0, self.size) if self.padded else y
 
-    def scatter(self, x: Tensor, comm: Comm, dim: int = -1) -> Tensor:
+    def scatter(self, x: Tensor, comm: Comm) -> Tensor:
         """This rank's features. Padding holds arbitrary features, which ``mask`` clears."""
         if self.spread is not None:
-            x = x.index_select(dim, torch.from_numpy(self.spread).to(x.device))
-        return ops.scatter(x, comm, dim)
+            x = x.index_select(-1, torch.from_numpy(self.spread).to(x.device))
+        return ops.scatter(x, comm)
 
-    def mask(self, x: Tensor, comm: Comm, dim: int = -1) -> Tensor:
+    def mask(self, x: Tensor, comm: Comm) -> Tensor:
         """``x`` with this rank's padding zeroed, in backward too. The rank is data, not a Python constant."""
         if self.filled is None:
             return x
         mine = torch.from_numpy(self.filled).to(x.device).index_select(0, comm.position).squeeze(0)
-        return x * mine.to(x.dtype).view(-1, *[1] * (x.ndim - 1 - dim % x.ndim))
+        return x * mine.to(x.dtype)
 
 
 Blocks = int | Sequence[Block]

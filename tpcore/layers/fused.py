@@ -15,11 +15,22 @@ from ..comm.comm import Comm
 from ..comm.parts import plain
 from . import quantized
 
-Backward = Callable[[Any, Tensor], tuple[Tensor | None, ...]]
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 Forward = Callable[[Tensor, Tensor, Tensor | None, "How"], Tensor]
-How = tuple[Comm, int | None, torch.dtype]
+How = tuple[Comm, int | None, torch.dtype | None]
 """The Comm, the sequence dim (None without sequence parallelism), and the least precision to sum in."""
+
+
+def enter(x: Tensor, how: How) -> Tensor:
+    """All tokens of ``x``, a copy for each rank. Backward sums the copies' gradients."""
+    comm, seq, dtype = how
+    return ops.copy(x, comm, dtype=dtype) if seq is None else ops.all_gather(x, comm, seq, dtype=dtype)
+
+
+def leave(y: Tensor, how: How) -> Tensor:
+    """The sum of the ranks' ``y``; with sequence parallelism this rank's tokens of it."""
+    comm, seq, dtype = how
+    return ops.reduce(y, comm, dtype=dtype) if seq is None else ops.reduce_scatter(y, comm, seq, dtype=dtype)
 
 
 def autocast_of(device: str) -> Callable[[], torch.autocast]:
@@ -34,13 +45,13 @@ def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def _widen(x: Tensor, dtype: torch.dtype) -> Tensor:
+def _widen(x: Tensor, dtype: torch.dtype | None) -> Tensor:
     """``x`` in the dtype to sum it in."""
     # compared first: even a ``to`` that changes nothing takes a microsecond
     return x if x.dtype is dtype else x.to(ops.sum_dtype(x, dtype))
 
 
-def _sum_of_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
+def _sum_of_rows(x: Tensor, dtype: torch.dtype | None) -> Tensor:
     # XLA sums float16 in float16 (32 rows on a CPU: off by 1.2 times two roundings); torch's kernels do not
     return x.sum(0) if x.dtype is dtype else x.sum(0, dtype=ops.sum_dtype(x, dtype)).to(x.dtype)
 
@@ -50,40 +61,26 @@ def _narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _mapped_column(x: Tensor, weight: Tensor, bias: Tensor | None, how: How, linear: Linear = F.linear) -> Tensor:
-    comm, seq, dtype = how
-    x = ops.copy(x, comm, dtype=dtype) if seq is None else ops.all_gather(x, comm, seq, dtype=dtype)
-    return linear(x, weight, bias)
+    return linear(enter(x, how), weight, bias)
 
 
 def _mapped_row(x: Tensor, weight: Tensor, bias: Tensor | None, how: How, linear: Linear = F.linear) -> Tensor:
     comm, seq, dtype = how
-    y = linear(x, weight, None)
-    if seq is None:
-        y = ops.reduce(y, comm, dtype=dtype)
-    else:
-        y = ops.reduce_scatter(y, comm, seq, dtype=dtype)
-        bias = None if bias is None else ops.copy(bias, comm, dtype=dtype)
-    return y if bias is None else y + bias
+    y = leave(linear(x, weight, None), how)
+    if bias is None:
+        return y
+    return y + (bias if seq is None else ops.copy(bias, comm, dtype=dtype))
 
 
-def _differentiable(mapped: Forward) -> Callable[[Backward], Backward]:
-    """A backward that is itself differentiated (create_graph) runs ``mapped``, the same function as several
-    mappings, of which each is differentiable any number of times, and autograd's backward of it."""
-
-    def wrap(backward: Backward) -> Backward:
-        def chosen(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-            if not torch.is_grad_enabled():
-                return backward(ctx, grad)
-            x, weight = ctx.saved_tensors
-            # any bias has the same derivatives
-            bias = grad.new_zeros(len(weight), requires_grad=True) if ctx.needs_input_grad[2] else None
-            inputs = [t for t, needs in zip((x, weight, bias), ctx.needs_input_grad, strict=False) if needs]
-            found = iter(torch.autograd.grad(mapped(x, weight, bias, ctx.how), inputs, grad, create_graph=True))
-            return tuple(next(found) if needs else None for needs in ctx.needs_input_grad)
-
-        return chosen
-
-    return wrap
+def _again(ctx: Any, grad: Tensor, mapped: Forward) -> tuple[Tensor | None, ...]:
+    """The gradients in a backward that is itself differentiated (create_graph): autograd's of ``mapped``, the same
+    function as several mappings, of which each is differentiable any number of times."""
+    x, weight = ctx.saved_tensors
+    # any bias has the same derivatives
+    bias = grad.new_zeros(len(weight), requires_grad=True) if ctx.needs_input_grad[2] else None
+    inputs = [t for t, needs in zip((x, weight, bias), ctx.needs_input_grad, strict=False) if needs]
+    found = iter(torch.autograd.grad(mapped(x, weight, bias, ctx.how), inputs, grad, create_graph=True))
+    return tuple(next(found) if needs else None for needs in ctx.needs_input_grad)
 
 
 def _column(x: Tensor, weight: Tensor, bias: Tensor | None, how: How) -> Tensor:
@@ -102,8 +99,9 @@ class _Column(torch.autograd.Function):
         return _column(x, weight, bias, how)
 
     @staticmethod
-    @_differentiable(_mapped_column)
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            return _again(ctx, grad, _mapped_column)
         x, weight = ctx.saved_tensors
         comm, seq, dtype = ctx.how
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
@@ -146,8 +144,9 @@ class _Row(torch.autograd.Function):
         return _row(x, weight, bias, how)
 
     @staticmethod
-    @_differentiable(_mapped_row)
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            return _again(ctx, grad, _mapped_row)
         x, weight = ctx.saved_tensors
         comm, seq, dtype = ctx.how
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad

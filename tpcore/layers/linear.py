@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..comm import mappings as ops
 from ..layout.shard import Block, ShardSpec
-from .features import Blocks, Copies, Features, cut_features, mark_unpadded, refuse_width, tokens_over
+from .features import UNPADDED, Blocks, Copies, Features, cut_features, refuse_width, tokens_over
 from .fused import column_linear, row_linear
 from .initial import Init, kaiming_uniform, uniform_bias
 from .module import Device, checked_plain, filled
@@ -176,14 +176,10 @@ class ColumnParallelLinear(ParallelLinear):
     def outputs(self, y: Tensor) -> Tensor:
         """All output features if ``gather_output``, else this rank's with its padding zeroed."""
         if self.gather_output:
-            y = ops.gather(y, self.tp, -1)
-            return y if self.features.plain else self.features.restored(y)
+            return self.features.restored(ops.gather(y, self.tp))
+        y = self.as_part(self.features.mask(y, self.tp), -1, "features")
         if self.features.padded:
-            y = self.features.mask(y, self.tp)
-        if self.checks is not None:
-            y = self.as_part(y, -1, "features")
-        if self.features.padded:
-            mark_unpadded(y, self.out_features)
+            setattr(y, UNPADDED, self.out_features)
         return y
 
 
@@ -239,7 +235,7 @@ class RowParallelLinear(ParallelLinear):
     def forward(self, x: Tensor) -> Result:
         weight = self.weight.t() if self.transposed else self.weight
         y = self._matmul(self._enter(x, weight.shape[-1]), weight, None if self.skip_bias_add else self.bias)
-        if self.checks is not None and self.sequence_dim is not None:
+        if self.sequence_dim is not None:
             y = self.as_part(y, self.sequence_dim, "tokens")
         if not self.skip_bias_add:
             return y
@@ -252,9 +248,7 @@ class RowParallelLinear(ParallelLinear):
         takes = held if self.input_is_parallel else self.in_features
         if x.shape[-1] != takes:
             refuse_width(self, self.in_features, x, takes, self.input_is_parallel)
-        if not self.input_is_parallel:
-            x = self.features.scatter(x, self.tp)
-        return self.features.mask(x, self.tp) if self.features.padded else x
+        return self.features.mask(x if self.input_is_parallel else self.features.scatter(x, self.tp), self.tp)
 
     def _matmul(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return row_linear(x, weight, bias, (self.tp, self.sequence_dim, self.reduce_dtype), self.weight_scale)

@@ -18,7 +18,7 @@ from ..comm.comm import Comm
 from ..comm.parts import plain
 from ..runtime.context import current, is_initialized
 from .embedding import check_ids
-from .features import unpadded
+from .features import UNPADDED
 
 CHUNK = 1 << 18
 """Logits per step on a CPU: 1 MiB of float32 stays in a core's cache."""
@@ -189,7 +189,7 @@ def parallel_cross_entropy(
     """
     logits = vocab_parallel_logits
     comm = group if isinstance(group, Comm) else current().comm_for(group)
-    vocab_size, logits = unpadded(logits) if vocab_size is None else vocab_size, plain(logits)
+    vocab_size, logits = getattr(logits, UNPADDED, None) if vocab_size is None else vocab_size, plain(logits)
     if logits.shape[:-1] != target.shape:
         raise ValueError(
             f"logits of shape {tuple(logits.shape)} need targets of {tuple(logits.shape[:-1])}, "

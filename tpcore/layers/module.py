@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
@@ -197,25 +196,23 @@ def move_model_to_device(model: nn.Module, device: torch.device | str) -> nn.Mod
     optimizer that was made before remains valid, if it has no state yet. A parameter with a weak reference to it
     still becomes a new object, because torch cannot swap its contents.
     """
-    places: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
-    before: dict[int, tuple[nn.Parameter, dict[str, Any]]] = {}
-    for module in model.modules():
-        for name, p in module._parameters.items():
-            if p is not None:
-                places[id(p)].append((module, name))
-                before[id(p)] = p, dict(p.__dict__)
+    owned = [
+        (module, name, p, dict(vars(p)))
+        for module in model.modules()
+        for name, p in module._parameters.items()
+        if p is not None
+    ]
     model.to(device)
-    for key, owners in places.items():
-        first_owner, first_name = owners[0]
-        made, (parameter, attributes) = first_owner._parameters[first_name], before[key]
-        if made is not None and made is not parameter:
-            if weakref.getweakrefcount(parameter):
-                parameter = made
-            else:
-                torch.utils.swap_tensors(parameter, made)
-        for owner, name in owners:
-            owner._parameters[name] = parameter
-        parameter.__dict__.update(attributes)
+    kept: dict[nn.Parameter, nn.Parameter] = {}
+    for module, name, p, attributes in owned:
+        if p not in kept:
+            made = module.get_parameter(name)
+            if made is not p and not weakref.getweakrefcount(p):
+                torch.utils.swap_tensors(p, made)
+                made = p
+            vars(made).update(attributes)
+            kept[p] = made
+        module._parameters[name] = kept[p]
     return model
 
 

@@ -42,9 +42,7 @@ class TokenOrder:
 
     def all_places(self, length: int) -> Tensor:
         """The places of all ranks' tokens, in rank order."""
-        chunks = self._chunks()
-        size = length // chunks.numel()
-        return (chunks.reshape(-1, 1) * size + torch.arange(size, device=chunks.device)).reshape(-1)
+        return self.places(length, torch.arange(self.comm.size, device=self.comm.position.device))
 
     def cut(self, x: Tensor, dim: int = 1) -> Tensor:
         """This rank's tokens of ``x``, which every rank has whole. ValueError if they cannot be dealt evenly."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -10,8 +11,8 @@ from torch import Tensor
 
 from .. import layers
 from ..comm import mappings as ops
-from ..layers.attention import InputCopy
 from ..layers.features import Copies
+from ..layers.fused import enter
 from ..layers.initial import Init, kaiming_uniform, uniform_bias
 from ..layout.shard import Block, ShardSpec
 from . import mirror
@@ -60,7 +61,7 @@ class GQAQKVColumnParallelLinear(PublishedAttributes):
         self.gather_output, self.fuse_qkv, self.use_bias = gather_output, fuse_qkv, bias
         self.kv_size_multiplier, self.arg_init_method = kv_size_multiplier, init_method
         self.sequence_dim = 0 if sequence_parallel_enabled else None
-        self.copy = InputCopy(self.tp, self.sequence_dim, reduce_dtype)
+        self.copy = partial(enter, how=(self.tp, self.sequence_dim, reduce_dtype))
         q, kv = self._blocks()
         self.q_output_size_per_partition, self.kv_output_size_per_partition = q.unit, kv.unit
         parts = {"qkv": (q, kv, kv)} if fuse_qkv else {"q": (q,), "k": (kv,), "v": (kv,)}

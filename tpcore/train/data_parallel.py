@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -20,23 +20,20 @@ from .parameters import Parameters, data_comm, unique_parameters
 T = TypeVar("T")
 
 
-def buckets(
-    items: Iterable[T], kind: Callable[[T], Hashable], nbytes: Callable[[T], int], most: int
-) -> Iterator[list[T]]:
-    """Lists of items of one kind, in order, of up to ``most`` bytes each; a larger item is alone."""
-    by_kind: dict[Hashable, list[T]] = defaultdict(list)
+def buckets(items: Iterable[T], kind: Callable[[T], Hashable], nbytes: Callable[[T], int], most: int) -> list[list[T]]:
+    """Lists of items of one kind, in order, of up to ``most`` bytes each; a larger item is alone. The lists are in the
+    order of their last items."""
+    found: dict[int, list[T]] = {}
+    filling: dict[Hashable, tuple[list[T], int]] = {}
     for item in items:
-        by_kind[kind(item)].append(item)
-    for members in by_kind.values():
-        bucket: list[T] = []
-        size = 0
-        for item in members:
-            if bucket and size + nbytes(item) > most:
-                yield bucket
-                bucket, size = [], 0
-            bucket.append(item)
-            size += nbytes(item)
-        yield bucket
+        bucket, size = filling.get(kind(item), ([], 0))
+        if bucket and size + nbytes(item) > most:
+            bucket, size = [], 0
+        bucket.append(item)
+        filling[kind(item)] = bucket, size + nbytes(item)
+        found.pop(id(bucket), None)
+        found[id(bucket)] = bucket
+    return list(found.values())
 
 
 GradientOf = Callable[[Tensor], Tensor | None]
@@ -178,8 +175,7 @@ def _sum(parameters: list[Tensor], under_way: list[Bucket], dp: Comm, batches: i
     done = {p for bucket in under_way for p in bucket.parameters}
     late = [p for p in reversed(parameters) if p.grad is not None and p not in done]
     for some in buckets(late, lambda p: dense(p).dtype, lambda p: dense(p).nbytes, BUCKET):
-        flat = _flat(some, batches)
-        _put(some, flat if dp.size == 1 else dp.all_reduce(flat, donate=True))
+        _put(some, dp.all_reduce(_flat(some, batches), donate=True))
 
 
 def dense(p: Tensor) -> Tensor:
@@ -204,15 +200,15 @@ def buckets_of(parameters: Sequence[Tensor]) -> list[Bucket]:
     batches = current().data.size
     last_first = [p for p in reversed(parameters) if p.requires_grad and data_comm(p).size > 1]
 
-    def begin(comm: Comm, some: Sequence[Tensor]) -> Pending:
-        return comm.start_all_reduce(_flat(some, batches), donate=True)
-
     def kind(p: Tensor) -> tuple[Comm, torch.dtype]:
         return data_comm(p), p.dtype
 
-    made = buckets(last_first, kind, lambda p: p.nbytes, BUCKET)
-    place = {p: i for i, p in enumerate(last_first)}
-    in_order = sorted(made, key=lambda some: place[some[-1]])
-    # backward may run in a thread that has no context
-    begins = [partial(begin, data_comm(some[0]), some) for some in in_order]
-    return [Bucket(some, lambda p: p.grad, b, partial(_put, some)) for some, b in zip(in_order, begins, strict=True)]
+    def bucket(some: Sequence[Tensor]) -> Bucket:
+        comm = data_comm(some[0])  # backward may run in a thread that has no context
+
+        def start() -> Pending:
+            return comm.start_all_reduce(_flat(some, batches), donate=True)
+
+        return Bucket(some, lambda p: p.grad, start, partial(_put, some))
+
+    return [bucket(some) for some in buckets(last_first, kind, lambda p: p.nbytes, BUCKET)]

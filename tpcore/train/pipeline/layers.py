@@ -19,7 +19,7 @@ from ...runtime import random
 from ...runtime.consensus import compare_ranks
 from ...runtime.context import current
 from .alike import check_layers, one_call_for_all
-from .schedule import EndProgram, Recomputed, Schedule, tick, where
+from .schedule import Recomputed, Schedule, tick, where
 from .stage import LayerArguments, StageLayers, check_count, check_divides, check_told_apart
 
 Instead = Callable[[Tensor, LayerArguments], Tensor]
@@ -69,7 +69,7 @@ class PipelinedLayers(nn.Module):
         self.stage = StageLayers(self._modules, ctx.coord("pp"))
         self._instead: Instead | None = None
         self._compared: set[str] = set()
-        self.register_load_state_dict_post_hook(_stamp_again)
+        self.register_load_state_dict_post_hook(PipelinedLayers.mark_places)
         self.mark_places()
 
     def __iter__(self) -> Iterator[nn.Module]:
@@ -167,8 +167,9 @@ class PipelinedLayers(nn.Module):
         """The output of ``call``, this stage on one microbatch, for ``x``."""
         if not torch.is_grad_enabled():
             return call(x)
-        if self.cuts:
-            x = EndProgram.apply(x, self.end_program)
+        if self.cuts and x.requires_grad:
+            x = x.view_as(x)
+            x.register_hook(lambda gradient: self.end_program())
         if not self.recompute:
             return call(x)
         used = [t for t in (*every.tensors(), *self.parameters()) if t.requires_grad]
@@ -210,7 +211,7 @@ class PipelinedLayers(nn.Module):
     def _slot(self, number: int) -> Slot:
         return Slot("pp", number, self.num_layers)
 
-    def mark_places(self) -> None:
+    def mark_places(self, _: object = None) -> None:
         """Mark parameters and buffers with their stage. Call it again after they are replaced."""
         if self.pp.size == 1:
             return
@@ -248,8 +249,3 @@ class PipelinedLayers(nn.Module):
     def extra_repr(self) -> str:
         held = ", ".join(name for name, _ in self.named_children())
         return f"{held} of {self.num_layers} layers, pp={self.pp.size}, num_microbatches={self.num_microbatches}"
-
-
-def _stamp_again(layers: nn.Module, keys: Any) -> None:
-    if isinstance(layers, PipelinedLayers):
-        layers.mark_places()

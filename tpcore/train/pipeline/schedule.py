@@ -108,17 +108,3 @@ def tick(number: int, like: Tensor) -> Tensor:
 def where(condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """``torch.where`` by a one-element condition. No product with a mask: zero times infinity is NaN."""
     return torch.where(condition.view([1] * a.ndim), a, b)
-
-
-class EndProgram(torch.autograd.Function):
-    """The identity; its backward ends a program."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, end: Callable[[], None]) -> Tensor:
-        ctx.end = end
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.end()
-        return grad, None

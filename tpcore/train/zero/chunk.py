@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -42,7 +43,7 @@ class ParameterChunk:
         self.has_master = wide != parameter.dtype
         # allocated now for optimizers that make their state in the constructor, as Adagrad does
         self.value = nn.Parameter(torch.empty(self.length, dtype=wide, device=parameter.device))
-        self._filled = False
+        self._filled = False  # with master values
 
     def rows(self, full: Tensor) -> Tensor:
         """A tensor of the parameter's shape as one row for each dp rank."""
@@ -78,17 +79,17 @@ class ParameterChunk:
             master, now_wide = self.value.detach(), now.to(self.value.dtype)
             now = torch.where(now == master.to(now.dtype), master, now_wide) if self._filled else now_wide
         self.value.data = now
-        self._filled = True
+        self._filled = self.has_master
 
     def take_master(self, values: Tensor | None) -> None:
         """Set the master values from a saved state; None: they will start from the weights."""
         self._filled = values is not None and self.has_master
-        if values is not None and self.has_master:
+        if values is not None and self._filled:
             self.value.data = values.to(self.value.device, self.value.dtype)
 
     @property
     def master(self) -> Tensor | None:
-        return self.value.detach() if self.has_master and self._filled else None
+        return self.value.detach() if self._filled else None
 
     def take_gradient(self, start: int, part: Tensor) -> None:
         """Set the mean gradient of the entries from ``start`` on to ``part``."""
@@ -111,7 +112,7 @@ class ParameterChunk:
     def free(self) -> None:
         """Free the gradient, and the values unless they are master values."""
         self.value.grad = None
-        if not (self.has_master and self._filled):
+        if not self._filled:
             self.value.data = self.value.detach()[:0].clone()
 
     @property
@@ -141,19 +142,12 @@ class ParameterChunk:
         return [(wide * self.cut(weight), 1)]
 
 
-class ChunkSegment:
+class ChunkSegment(NamedTuple):
     """``length`` entries of a chunk from ``start`` on."""
 
-    def __init__(self, chunk: ParameterChunk, start: int, length: int) -> None:
-        self.chunk, self.start, self.length = chunk, start, length
-
-    @property
-    def last(self) -> bool:
-        return self.start + self.length == self.chunk.length
-
-    def of_rows(self, full: Tensor) -> Tensor:
-        """This segment of all ranks, cut from a tensor of the parameter's shape."""
-        return self.chunk.rows(full).narrow(1, self.start, self.length)
+    chunk: ParameterChunk
+    start: int
+    length: int
 
     def of_value(self) -> Tensor:
         """This rank's values, in the parameter's dtype."""
@@ -179,7 +173,8 @@ class Accumulation:
         for p in parameters if self._dtype is not None else ():
             hooks = getattr(p, "_post_accumulate_grad_hooks", None) or {}
             if p.requires_grad and self._handles.get(p) not in hooks:
-                self._handles[p] = p.register_post_accumulate_grad_hook(AddHook(weakref.ref(self))).id
+                # a reference that keeps no optimizer alive
+                self._handles[p] = p.register_post_accumulate_grad_hook(partial(_add, weakref.ref(self))).id
 
     def add(self, p: Tensor) -> None:
         if p.grad is None or self._dtype is None:
@@ -205,19 +200,9 @@ class Accumulation:
         p.grad = None
 
 
-class AddHook:
-    """A parameter's hook after a gradient is accumulated. It keeps no optimizer alive."""
-
-    def __init__(self, sums: weakref.ref[Accumulation]) -> None:
-        self._sums = sums
-
-    def __call__(self, p: Tensor) -> None:
-        sums = self._sums()
-        if sums is not None:
-            sums.add(p)
-
-    def __deepcopy__(self, memo: object) -> AddHook:
-        return AddHook(self._sums)
+def _add(sums: weakref.ref[Accumulation], p: Tensor) -> None:
+    if (found := sums()) is not None:
+        found.add(p)
 
 
 Segments = list[ChunkSegment]
@@ -225,7 +210,7 @@ Segments = list[ChunkSegment]
 
 def in_buckets(
     chunks: Iterable[ParameterChunk], dtype_of: Callable[[Tensor], torch.dtype], most: int
-) -> Iterable[Segments]:
+) -> list[Segments]:
     """Buckets of segments of the chunks. ``dtype_of``: the dtype to send for a parameter."""
 
     def kind(segment: ChunkSegment) -> tuple[Comm, torch.dtype]:
@@ -245,8 +230,6 @@ class Reduction:
     def buckets(self, chunks: Sequence[ParameterChunk]) -> list[Bucket]:
         """The buckets that a collective reduces, in the order in which backward ends them."""
         last_first = [chunk for chunk in reversed(chunks) if chunk.dp.size > 1]
-        place = {chunk: i for i, chunk in enumerate(last_first)}
-        made = in_buckets(last_first, self._gradients.dtype_of, self._most)
         return [
             Bucket(
                 [*dict.fromkeys(s.chunk.parameter for s in some)],
@@ -254,7 +237,7 @@ class Reduction:
                 partial(self._begin, some),
                 partial(self._put, some),
             )
-            for some in sorted(made, key=lambda some: place[some[-1].chunk])
+            for some in in_buckets(last_first, self._gradients.dtype_of, self._most)
         ]
 
     def run(self, chunks: Sequence[ParameterChunk], under_way: Sequence[Bucket]) -> list[ParameterChunk]:
@@ -277,14 +260,14 @@ class Reduction:
         return stepped
 
     def _begin(self, some: Segments) -> Pending:
-        rows = torch.cat([s.of_rows(self._gradient(s.chunk.parameter)) for s in some], 1)
+        rows = torch.cat([s.chunk.rows(self._gradient(s.chunk.parameter)).narrow(1, *s[1:]) for s in some], 1)
         return some[0].chunk.dp.start_reduce_scatter(rows.div_(self._dp.size), 0, donate=True)
 
     def _put(self, some: Segments, rows: Tensor) -> None:
         for segment, part in zip(some, rows.view(-1).split([s.length for s in some]), strict=True):
             if segment.chunk in self._stepped:  # a bucket under way has zeros for the others
                 segment.chunk.take_gradient(segment.start, part)
-            if segment.last:
+            if segment.start + segment.length == segment.chunk.length:  # the last one
                 self._gradients.drop(segment.chunk.parameter)
 
     def _gradient(self, p: Tensor) -> Tensor:

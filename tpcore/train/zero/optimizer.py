@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 from weakref import ref
 
@@ -187,7 +188,7 @@ class Zero1(torch.optim.Optimizer):
     @property
     def scaled(self) -> Any:
         """What a GradScaler takes for the optimizer: the groups of chunks with their gradients, and the step."""
-        return _Scaled(self)
+        return SimpleNamespace(step=self.step, param_groups=self.base().param_groups)
 
     def clip(self, max_norm: float, p: float) -> Tensor:
         """``clip_grad_norm`` of the mean gradients, which it takes."""
@@ -283,16 +284,6 @@ class Zero1(torch.optim.Optimizer):
             chunk.take_master(masters.get(p))
         _copy_options(base.param_groups, self.param_groups)
         self._show_state(base)
-
-
-class _Scaled:
-    def __init__(self, optimizer: Zero1) -> None:
-        self.step = optimizer.step
-        self._base = optimizer.base
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self._base().param_groups
 
 
 def _copy_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:

@@ -75,7 +75,7 @@ def test_deadlock_is_seen_at_once_and_lists_every_rank() -> None:
         run_ranks(Mesh({"dp": 2, "tp": 2}), rank)
     lines = str(error.value).splitlines()
     assert lines[0] == "deadlock: every rank waits for another"
-    assert [line.split(":")[0].strip() for line in lines[1:]] == ["rank 0", "rank 1", "rank 2", "rank 3"]
+    assert [line.split(" waits at ")[0].strip() for line in lines[1:]] == ["rank 0", "rank 1", "rank 2", "rank 3"]
     assert all("all_reduce sum of float32 [2, 3]" in line and "test_threads.py" in line for line in lines[1:])
 
 

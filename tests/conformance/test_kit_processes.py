@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from rank_pool import RankPool, Standing
+from rank_pool import RankPool
 from tiers import tiers
 from tpcore_cpu_gloo import GlooBackend
 from tpcore_cuda import CudaOverGloo
@@ -76,11 +76,8 @@ class TestShared(Conformance):
     def run(cls) -> Iterator[Run]:
         """Each world is one job for all tests: to start one costs more than most of them do."""
         with ExitStack() as stack:
-            jobs: dict[int, Standing] = {}
-            for size in cls.worlds:
-                ranks = stack.enter_context(RankPool(size, grace=cls.patience, backend=cls.tested))
-                jobs[size] = ranks.standing(size, env=cls.env)
-            yield lambda mesh, fn, *args: jobs[mesh.size].run(mesh, fn, *args)
+            pools = {n: stack.enter_context(RankPool(n, cls.patience, cls.tested)) for n in cls.worlds}
+            yield lambda mesh, fn, *args: pools[mesh.size].run(mesh, fn, *args, env=cls.env, stay=True)
 
 
 class Sampled(TestShared):

@@ -152,7 +152,8 @@ class TestCuda(Sampled):
 
     @staticmethod
     def quick(test: str, params: Mapping[str, Any]) -> bool:
-        return test in ("test_joined", "test_values", "test_layers") and TestShared.quick(test, params)
+        some = ("test_joined", "test_values", "test_layers", "test_random_streams")
+        return test in some and TestShared.quick(test, params)
 
     @classmethod
     def drill(cls, test: str, params: Mapping[str, Any]) -> bool:

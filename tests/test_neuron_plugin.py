@@ -71,14 +71,11 @@ def test_the_reason_says_what_is_wrong_and_how_to_mend_it(machine, versions, dev
     assert not tpcore.is_initialized()
 
 
-def test_with_everything_in_place_it_can_run(machine):
-    machine(GOOD, devices=1)
-    assert tpcore_neuron.NeuronBackend.unavailable() is None
-
-
-def test_another_pjrt_device_needs_no_neuron_packages(machine, monkeypatch):
-    machine({"torch": "2.9.1", "torch-xla": "2.9.0"})
-    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+@pytest.mark.parametrize(("without", "devices", "pjrt"), [("", 1, None), ("torch-neuronx", 0, "CPU")])
+def test_it_can_run_with_everything_in_place_and_on_another_pjrt_device(machine, monkeypatch, without, devices, pjrt):
+    machine({name: version for name, version in GOOD.items() if name != without}, devices)
+    if pjrt:
+        monkeypatch.setenv("PJRT_DEVICE", pjrt)
     assert tpcore_neuron.NeuronBackend.unavailable() is None
 
 
@@ -114,12 +111,9 @@ def test_visible_cores(machine, monkeypatch, given, local_rank, cores):
     assert platform.visible_cores("trn1") == cores
 
 
-def test_the_plugin_is_registered_under_its_name():
-    assert backend_class("neuron") is tpcore_neuron.NeuronBackend
-
-
 def test_it_says_what_it_can_do_before_anything_starts():
-    cls = tpcore_neuron.NeuronBackend
+    cls = backend_class("neuron")
+    assert cls is tpcore_neuron.NeuronBackend
     assert cls.transport_class is not None
     assert not getattr(cls.transport_class, "__abstractmethods__", None)
     assert set(Capabilities.dtypes) <= set(cls.capabilities.dtypes)

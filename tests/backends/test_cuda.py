@@ -381,13 +381,12 @@ def _left(ctx: ParallelContext, zero: bool) -> None:
     assert backend.aborted == [(0, 1)]
 
 
-def test_a_lost_rank_aborts_the_groups() -> None:
+def test_a_lost_rank_aborts_the_groups(ranks: RankPool) -> None:
+    mesh = Mesh({"dp": 2, "tp": 1})
     with RankPool(2, backend=Queued) as both:
-        mesh = Mesh({"dp": 2, "tp": 1})
-        want = [tensors for tensors, _ in both.run(mesh, _trained, False, False)]
-        with RankPool(2, backend=StandIn) as plain:
-            for (got, _), expected in zip(plain.run(mesh, _trained, False, False), want, strict=True):
-                assert all(map(torch.equal, got, expected))
+        runs = [[tensors for tensors, _ in pool.run(mesh, _trained, False, False)] for pool in (both, ranks)]
+        for got, want in zip(*runs, strict=True):
+            assert all(map(torch.equal, got, want))
         first, _ = both.outcomes(mesh, _left, True)
         assert isinstance(first.error, PeerLostError)  # of the end of its context: the job stays lost
 

@@ -711,7 +711,7 @@ class Defaults(Plain):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("right", "tests"), [(Plain, ALL), (Defaults, ALL), (Traces, ("test_traces",))])
+@pytest.mark.parametrize(("right", "tests"), [(Defaults, ALL), (Traces, ("test_traces",))])
 def test_the_right_one_passes(right: type[Plain], tests: tuple[str, ...]) -> None:
     assert not any(failures(right, Few, tests))
 

@@ -17,11 +17,10 @@ import torch
 import tpcore
 
 from ...backend.interface import Backend
-from ...backend.registry import backend_class, backends
 from ...layout.mesh import Mesh
 from ...runtime.consensus import gather
 from ...runtime.context import ParallelContext, use
-from ...runtime.init import init, shutdown
+from ...runtime.init import choose_backend, init, shutdown
 from .. import matrix
 from ..kit import collectives as bodies
 from ..kit import programs, training
@@ -69,14 +68,16 @@ class Report:
 def on_rank(backend: str | None, tp: int) -> Report:
     """Start this rank, in a process only for it, and check everything; return the same report on every rank."""
     torch.set_num_threads(1)
-    ctx = init(backend, tp=tp)
+    name = choose_backend(backend)
+    ctx = init(name, tp=tp)
     try:
-        return checked(ctx)
+        return checked(ctx, name)
     finally:
         shutdown()
 
 
-def checked(ctx: ParallelContext) -> Report:
+def checked(ctx: ParallelContext, backend: str, note: str = "") -> Report:
+    """The report on this job of ``backend``."""
     now = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M")
     versions = {"tpcore": tpcore.__version__, "torch": torch.__version__, "python": platform.python_version()}
     for name in ("transformers", "torch_xla"):
@@ -84,15 +85,7 @@ def checked(ctx: ParallelContext) -> Report:
             versions[name] = version(name)
     machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores"
     rows = [_merged(ctx, row) for row in _rows(ctx)]
-    return Report(_name(ctx.backend), dict(ctx.mesh.axes), now, versions, machine, rows)
-
-
-def _name(backend: Backend) -> str:
-    """The name of the backend's plugin, or its class name if no plugin provides it."""
-    for info in backends():
-        if info.usable and backend_class(info.name) is type(backend):
-            return info.name
-    return type(backend).__name__
+    return Report(backend, dict(ctx.mesh.axes), now, versions, machine, rows, note)
 
 
 def _rows(ctx: ParallelContext) -> Iterator[Row]:

@@ -18,9 +18,8 @@ from itertools import zip_longest
 from ...runtime.context import ParallelContext
 from ..kit.collectives import Wrong
 from .cells import DTYPES, Case, Cell, MatrixRow
-from .embedding import EMBEDDING
+from .embedding_norm_loss import CROSS_ENTROPY, EMBEDDING, LAYER_NORM, RMS_NORM
 from .linear import COLUMN, COLUMN_BLOCKS, COLUMN_CONV1D, QKV, ROW, ROW_BLOCKS, ROW_CONV1D
-from .loss_and_norm import CROSS_ENTROPY, LAYER_NORM, RMS_NORM
 
 __all__ = ["AXES", "DTYPES", "ROWS", "Case", "MatrixRow", "cases", "report", "run", "runnable"]
 

@@ -19,6 +19,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.nn.functional as F
+from on_cpu import OnCpu, StandIn
 from rank_pool import RankPool
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -39,10 +40,6 @@ from tpcore.runtime.context import ParallelContext
 
 TP2 = Mesh({"tp": 2})
 READS = {"tolist", "item", "numpy", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__"}
-
-
-class StandIn(CudaOverGloo):
-    kind = "cpu"
 
 
 class OneGpu(StandIn):
@@ -344,10 +341,9 @@ def test_a_capture_is_not_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     queue.close()
 
 
-class Queued(CudaBackend):
+class Queued(OnCpu):
     """All that the backend does for NCCL, over gloo: a queue follows the collectives, and a lost job aborts them."""
 
-    kind, transport = "cpu", "gloo"
     lazy = True  # type: ignore[assignment]
     aborted: list[tuple[int, ...]]
 

@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from on_cpu import StandIn
 from rank_pool import RankPool
 from tiers import tiers
 from tpcore_cpu_gloo import GlooBackend
-from tpcore_cuda import CudaOverGloo
 
 from tpcore.backend.interface import Backend
 from tpcore.backend.registry import backend_class
@@ -24,12 +24,6 @@ from tpcore.testing.conformance import Conformance
 from tpcore.testing.kit.contract import Run
 
 pytestmark = [pytest.mark.xdist_group("kit"), pytest.mark.processes]
-
-
-class CudaStandIn(CudaOverGloo):
-    """The backend for GPUs where none is: all but the device's own calls, and no read of a value in a step."""
-
-    kind = "cpu"
 
 
 class Tiny(GlooBackend):
@@ -118,7 +112,7 @@ class TestPieces(Sampled):
 
 
 class TestCuda(Sampled):
-    tested = CudaStandIn
+    tested = StandIn
 
     @staticmethod
     def quick(test: str, params: Mapping[str, Any]) -> bool:

@@ -5,7 +5,7 @@ import __future__
 
 import inspect
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -48,3 +48,14 @@ def alive(mutant: Mutant) -> Iterator[None]:
     finally:
         function.__code__ = before  # type: ignore[attr-defined]
         _without_caches()
+
+
+def breaks(mutant: Mutant, laws: Iterable[Callable[[], None]]) -> bool:
+    """Whether one of the ``laws`` does not hold while the mutant is alive."""
+    with alive(mutant):
+        try:
+            for law in laws:
+                law()
+        except Exception:  # noqa: BLE001  whatever it breaks in
+            return True
+    return False

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import faulthandler
+import itertools
 import os
 import signal
 import tempfile
 import time
-import uuid
 from collections.abc import Callable, Mapping
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -55,22 +56,15 @@ class RankPool:
         self._class = _class_of(backend)
         self._files = tempfile.TemporaryDirectory(prefix="tpcore-pool-")
         self._workers = [self._worker(i) for i in range(size)]
-        self._runs = 0
+        self._jobs = itertools.count()
+        self._standing: _Job | None = None
 
-    def run(
-        self,
-        mesh: Mesh,
-        fn: Callable[..., Any],
-        *args: Any,
-        timeout: float = 60.0,
-        env: Mapping[str, str] | None = None,
-    ) -> list[Any]:
+    def run(self, mesh: Mesh, fn: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
         """Run ``fn(ctx, *args)`` on every rank of ``mesh``. Returns the results in rank order.
 
-        Raises the first error that is not the consequence of another rank's. ``timeout``: seconds that a
-        collective may wait. ``env``: variables for this run.
+        Raises the first error that is not the consequence of another rank's. ``options``: as of ``outcomes``.
         """
-        outcomes = self.outcomes(mesh, fn, *args, timeout=timeout, env=env)
+        outcomes = self.outcomes(mesh, fn, *args, **options)
         error = root_cause(outcomes)
         if error is not None:
             raise error
@@ -83,38 +77,36 @@ class RankPool:
         *args: Any,
         timeout: float = 60.0,
         env: Mapping[str, str] | None = None,
+        stay: bool = False,
     ) -> list[Outcome]:
         """Like ``run``, but returns every rank's outcome. A killed rank's error is PeerLostError.
 
+        ``timeout``: seconds that a collective may wait. ``env``: variables for this run. ``stay``: the ranks stay
+        connected, so that the next such run, with as many ranks, costs milliseconds; a failed run ends their job,
+        and so does another run of the pool.
+
         Raises RankStuck if a rank gave no answer: nothing that the others say of it is an outcome.
         """
-        outcomes = self._outcomes(self._job(mesh, timeout, self.meeting_point() | dict(env or {})), fn, args)
+        if mesh.size > self.size:
+            raise ValueError(f"mesh {dict(mesh.axes)} has {mesh.size} ranks, the pool {self.size} processes")
+        job = self._standing if stay and self._standing is not None else self._job(timeout, env or {}, stay)
+        self._standing = None
+        call = pack_call(fn, args, {"backend": self._backend})
+        for rank, worker in enumerate(self._workers[: mesh.size]):
+            worker.conn.send((rank, dict(mesh.axes), job, call))
+        outcomes = self._collect(mesh.size, time.monotonic() + timeout + self._grace)
         for outcome in outcomes:
             if isinstance(outcome.error, RankStuck):
                 raise outcome.error
+        if stay and root_cause(outcomes) is None:
+            self._standing = job
         return outcomes
 
-    def standing(self, size: int, *, timeout: float = 60.0, env: Mapping[str, str] | None = None) -> Standing:
-        """One job for many runs on the first ``size`` processes. Each run's mesh has ``size`` ranks."""
-        return Standing(self, size, timeout, dict(env or {}))
-
-    def meeting_point(self) -> dict[str, str]:
-        """Environment variables for the rendezvous of a new job."""
-        self._runs += 1
-        folder = self._folder / f"run{self._runs}"
+    def _job(self, timeout: float, env: Mapping[str, str], stay: bool) -> _Job:
+        number = next(self._jobs)
+        folder = self._folder / f"run{number}"
         folder.mkdir()
-        return self._class.job(folder)
-
-    def _job(self, mesh: Mesh, timeout: float, variables: Mapping[str, str], name: str = "") -> _Job:
-        if mesh.size > self.size:
-            raise ValueError(f"mesh {dict(mesh.axes)} has {mesh.size} ranks, the pool {self.size} processes")
-        return _Job(dict(mesh.axes), timeout, dict(variables), name)
-
-    def _outcomes(self, job: _Job, fn: Callable[..., Any], args: tuple[Any, ...]) -> list[Outcome]:
-        call, size = pack_call(fn, args, {"backend": self._backend}), Mesh(job.axes).size
-        for rank, worker in enumerate(self._workers[:size]):
-            worker.conn.send((rank, job, call))
-        return self._collect(size, time.monotonic() + job.timeout + self._grace)
+        return _Job(number, timeout, self._class.job(folder) | dict(env), stay)
 
     def pids(self) -> list[int]:
         return [w.process.pid or 0 for w in self._workers]
@@ -157,37 +149,13 @@ class RankPool:
         return [outcomes[r] for r in range(world)]
 
 
-class Standing:
-    """A job whose ranks stay connected between runs, so that a run costs milliseconds. A failed run ends the
-    job, and so does another run of the pool on the same processes. The next run begins a new job."""
-
-    def __init__(self, pool: RankPool, size: int, timeout: float, env: dict[str, str]) -> None:
-        self._pool, self._size, self._timeout, self._env = pool, size, timeout, env
-        self._variables: dict[str, str] | None = None
-        self._name = ""
-
-    def run(self, mesh: Mesh, fn: Callable[..., Any], *args: Any) -> list[Any]:
-        """Like ``RankPool.run``."""
-        if mesh.size != self._size:
-            raise ValueError(f"mesh {dict(mesh.axes)} has {mesh.size} ranks, the job {self._size}")
-        if self._variables is None:
-            self._variables, self._name = self._pool.meeting_point() | self._env, uuid.uuid4().hex
-        pool = self._pool
-        outcomes = pool._outcomes(pool._job(mesh, self._timeout, self._variables, self._name), fn, args)
-        error = root_cause(outcomes)
-        if error is not None:
-            self._variables = None
-            raise error
-        return [o.value for o in outcomes]
-
-
 class _Job(NamedTuple):
-    """The job that a rank joins. ``name``: of a ``Standing`` job; empty for a job that ends with its run."""
+    """The job that a rank joins. ``stay``: it does not end with its run."""
 
-    axes: dict[str, int]
+    number: int
     timeout: float
     variables: dict[str, str]
-    name: str
+    stay: bool
 
 
 class _Worker:
@@ -233,60 +201,57 @@ class _Worker:
 def _serve(conn: Connection, lifeline: Connection, stacks: str) -> None:
     follow(lifeline.fileno())
     torch.set_num_threads(1)
-    ranks = _Ranks()
+    process = _RankProcess()
     with open(stacks, "w") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
         while True:
             try:
-                rank, job, call = conn.recv()
+                message = conn.recv()
             except EOFError:
                 return
             entered: list[bool] = []
-            outcome = outcome_of(lambda: ranks.run(rank, job, call, entered))  # noqa: B023  called at once
+            outcome = outcome_of(partial(process.run, entered, *message))
             # a process group that failed to form leaves torch.distributed unusable: not reusable then
-            conn.send((bool(entered), pack_outcome(outcome, rank)))
+            conn.send((bool(entered), pack_outcome(outcome, message[0])))
 
 
-class _Ranks:
+class _RankProcess:
     """This process as a rank of one job after the other."""
 
     def __init__(self) -> None:
-        self._standing: tuple[str, Backend] | None = None
+        self._joined: tuple[int, Backend] | None = None
         self._contexts: dict[tuple[tuple[str, int], ...], ParallelContext] = {}
 
-    def run(self, rank: int, job: _Job, call: bytes, entered: list[bool]) -> Any:
+    def run(self, entered: list[bool], rank: int, axes: Mapping[str, int], job: _Job, call: bytes) -> Any:
         fn, args, chosen = unpack_call(call)
-        mesh = Mesh(job.axes)
+        mesh = Mesh(axes)
         with changed(of_rank(rank, mesh.size) | job.variables):
-            backend = self._joined(job, chosen["backend"])
+            backend = self._join(job, chosen["backend"])
             entered.append(True)
             try:
-                context = self._contexts.setdefault(tuple(job.axes.items()), ParallelContext(backend, mesh, rank))
+                context = self._contexts.setdefault(tuple(axes.items()), ParallelContext(backend, mesh, rank))
                 with use(context) as ctx:
                     found = fn(ctx, *args)
             except BaseException:
-                self._leave(backend)
+                self._leave()
                 raise
-            if not job.name:
-                self._leave(backend)
+            if not job.stay:
+                self._leave()
             return found
 
-    def _joined(self, job: _Job, chosen: str | type[Backend]) -> Backend:
-        if self._standing is not None:
-            name, backend = self._standing
-            if name == job.name:
-                return backend
-            self._leave(backend)
-        backend = _class_of(chosen)()
-        backend.start(job.timeout)
-        if job.name:
-            self._standing = job.name, backend
-        return backend
+    def _join(self, job: _Job, chosen: str | type[Backend]) -> Backend:
+        if self._joined is None or self._joined[0] != job.number:
+            self._leave()
+            backend = _class_of(chosen)()
+            backend.start(job.timeout)
+            self._joined = job.number, backend
+        return self._joined[1]
 
-    def _leave(self, backend: Backend) -> None:
-        self._standing = None
+    def _leave(self) -> None:
+        left, self._joined = self._joined, None
         self._contexts.clear()
-        backend.stop()
+        if left is not None:
+            left[1].stop()
 
 
 def _class_of(backend: str | type[Backend]) -> type[Backend]:

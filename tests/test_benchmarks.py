@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 import time
 from argparse import Namespace
@@ -38,49 +39,60 @@ def test_race(module: str) -> None:
         assert {"tpcore", "tpcore over gloo", "floor over shared memory"} <= ratios.keys()
 
 
+PRINTED: dict[str, list[str]] = {
+    "import_time --rounds 1": ["| `import tpcore` |"],
+    "serve --size tiny --shapes 2x8 --rounds 1 --warm 0 --loads 1 --calls 20": [
+        *("| floor | ", "| tpcore | ", "| tpcore over gloo | ", "| one process, 2 threads | ", "batch 2 x 8"),
+        *("tpcore: waits asleep in a call: ", "microseconds more than the slower rank's own forward"),
+        *("the outputs of all 7 equal those of the unsharded encoder", "20 calls in a row"),
+    ],
+    "linears --rows 2 --layers 1 --hidden 64 --rounds 1": [
+        *("| 2 | mapped file | ", "| 2 | huge pages | ", "| 2 | one for q, k, v | ")
+    ],
+    "context --tokens 256 --cp 1 2 --steps 1": [
+        *("| one process | 1 | ", "| gather | 2 | ", "| ulysses | 2 | ", "| ring | 2 | "),
+        "all that ran find equal outputs and gradients",
+    ],
+}
+LONG: dict[str, list[str]] = {
+    # five trainings, four of them by torch's own means
+    "optimizer --size tiny --dp 2 --rounds 1 --steps 1 --warm 0": [
+        *("| DDP, ZeroRedundancyOptimizer |", "| FSDP2, AdamW |", "| tpcore, Zero1 |"),
+        "in the end all 5 hold equal weights",
+    ],
+    # quantized layers themselves: tests/test_quantized.py
+    "decoding --size tiny --rounds 1 --warm 1": ["int8 over bfloat16, tp=2: ", "MiB of parameters on a rank"],
+    # the others start processes for a minute and a half
+    "generate --size tiny --rounds 2 --warm 1": [
+        *("the tokens of all 3 are the same", "transformers: ", "tpcore, one rank: ", "tpcore, tp=2: "),
+        *("| transformers |", "| tpcore, one rank |", "| tpcore, tp=2 |"),
+    ],
+    "generate --size 'tiny experts' --rounds 2 --warm 1": [
+        *("Mixtral of 4 experts", "the tokens of all 4 are the same", "tpcore, experts: ")
+    ],
+    "transformers_tp --size tiny --rounds 1 --steps 1 --warm 1": [
+        *("are the same)", "| tpcore |", "| tpcore, sequence_parallel |")
+    ],
+    "transformers_tp --size 'tiny experts' --rounds 1 --steps 1 --warm 1": [
+        *("Mixtral", "| tpcore, expert_parallel |", "| tpcore, ep |", "| tpcore, ep all_to_all |")
+    ],
+    "load_model --size tiny --tp 2 4": ["| tpcore, tp=2 |", "| tpcore, tp=4 |", "| transformers, one process |"],
+}
+
+
+@pytest.mark.parametrize("command", tiers(PRINTED, drill=LONG))
+def test_what_is_printed(command: str) -> None:
+    printed = _run(*shlex.split(command))
+    for said in (PRINTED | LONG)[command]:
+        assert said in printed
+
+
 def test_all_reduce() -> None:
     printed = _run("all_reduce", "--kb", "1", "100", "--rounds", "1", "--warm", "0")
     for title in ("all_reduce of 1 KB", "all_reduce of 100 KB"):
         table = printed.split(f"**{title}**")[1]
         for name in ("floor", "tpcore, shared memory", "tpcore, gloo", "gloo by hand"):
             assert f"| {name} |" in table
-
-
-def test_import_time() -> None:
-    assert "| `import tpcore` |" in _run("import_time", "--rounds", "1")
-
-
-def test_serve() -> None:
-    options = ["--size", "tiny", "--shapes", "2x8", "--rounds", "1", "--warm", "0", "--loads", "1", "--calls", "20"]
-    printed = _run("serve", *options)
-    assert "batch 2 x 8" in printed
-    assert "tpcore: waits asleep in a call: " in printed
-    assert "the outputs of all 7 equal those of the unsharded encoder" in printed
-    for contestant in ("floor | ", "tpcore | ", "tpcore over gloo | ", "one process, 2 threads | "):
-        assert f"| {contestant}" in printed
-    assert "microseconds more than the slower rank's own forward" in printed
-    assert "20 calls in a row" in printed
-
-
-def test_linears() -> None:
-    printed = _run("linears", "--rows", "2", "--layers", "1", "--hidden", "64", "--rounds", "1")
-    for way in ("mapped file", "huge pages", "one for q, k, v"):
-        assert f"| 2 | {way} | " in printed
-
-
-@pytest.mark.drill  # five trainings, four of them by torch's own means
-def test_optimizer() -> None:
-    printed = _run("optimizer", "--size", "tiny", "--dp", "2", "--rounds", "1", "--steps", "1", "--warm", "0")
-    assert "in the end all 5 hold equal weights" in printed
-    for contestant in ("DDP, ZeroRedundancyOptimizer", "FSDP2, AdamW", "tpcore, Zero1"):
-        assert f"| {contestant} |" in printed
-
-
-def test_context() -> None:
-    printed = _run("context", "--tokens", "256", "--cp", "1", "2", "--steps", "1")
-    assert "all that ran find equal outputs and gradients" in printed
-    for way, degree in (("one process", 1), ("gather", 2), ("ulysses", 2), ("ring", 2)):
-        assert f"| {way} | {degree} | " in printed
 
 
 def test_pipeline() -> None:
@@ -91,46 +103,6 @@ def test_pipeline() -> None:
             assert f"| {name} |" in table
     few, many = (float(n) for n in printed.split("| PipelineModel |")[-1].split("|")[:2])
     assert many < 1.05 * few  # its memory does not grow with the microbatches
-
-
-@pytest.mark.drill  # quantized layers themselves: tests/test_quantized.py
-def test_decoding() -> None:
-    printed = _run("decoding", "--size", "tiny", "--rounds", "1", "--warm", "1")
-    assert "int8 over bfloat16, tp=2: " in printed
-    assert "MiB of parameters on a rank" in printed
-
-
-@pytest.mark.drill  # starts processes for a minute and a half
-def test_generate() -> None:
-    printed = _run("generate", "--size", "tiny", "--rounds", "2", "--warm", "1")
-    assert "the tokens of all 3 are the same" in printed
-    for contestant in ("transformers", "tpcore, one rank", "tpcore, tp=2"):
-        assert f"| {contestant} |" in printed
-        assert f"{contestant}: " in printed
-    printed = _run("generate", "--size", "tiny experts", "--rounds", "2", "--warm", "1")
-    assert "Mixtral of 4 experts" in printed
-    assert "the tokens of all 4 are the same" in printed
-    assert "tpcore, experts: " in printed
-
-
-@pytest.mark.drill  # starts processes for a minute and a half
-def test_transformers_tp() -> None:
-    printed = _run("transformers_tp", "--size", "tiny", "--rounds", "1", "--steps", "1", "--warm", "1")
-    assert "are the same)" in printed
-    for contestant in ("tpcore", "tpcore, sequence_parallel"):
-        assert f"| {contestant} |" in printed
-    printed = _run("transformers_tp", "--size", "tiny experts", "--rounds", "1", "--steps", "1", "--warm", "1")
-    assert "Mixtral" in printed
-    assert "| tpcore, expert_parallel |" in printed
-    assert "| tpcore, ep |" in printed
-    assert "| tpcore, ep all_to_all |" in printed
-
-
-@pytest.mark.drill  # starts processes for a minute and a half
-def test_load_model() -> None:
-    printed = _run("load_model", "--size", "tiny", "--tp", "2", "4")
-    for contestant in ("tpcore, tp=2", "tpcore, tp=4", "transformers, one process"):
-        assert f"| {contestant} |" in printed
 
 
 def test_cuda_session_where_no_gpu_is(tmp_path: Path) -> None:

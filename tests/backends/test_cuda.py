@@ -19,6 +19,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.nn.functional as F
+from on_cpu import OnCpu, StandIn
 from rank_pool import RankPool
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -36,14 +37,9 @@ from tpcore.errors import BackendError, CollectiveTimeoutError, PeerLostError
 from tpcore.layers import loss
 from tpcore.layout.mesh import Mesh
 from tpcore.runtime.context import ParallelContext
-from tpcore.testing import run_ranks
 
 TP2 = Mesh({"tp": 2})
 READS = {"tolist", "item", "numpy", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__"}
-
-
-class StandIn(CudaOverGloo):
-    kind = "cpu"
 
 
 class OneGpu(StandIn):
@@ -121,79 +117,52 @@ class Model(torch.nn.Module):
         return self.head(x + self.down(F.gelu(self.up(self.norm(x)))))
 
 
-def _step(ctx: ParallelContext, sequence_dim: int | None, dtype: torch.dtype) -> list[str]:
+def _step(ctx: ParallelContext, sequence_dim: int | None, dtype: torch.dtype) -> tuple[list[str], float | None]:
+    """What a step reads, and for float16 the scale of a GradScaler after an overflow on rank 1 alone."""
     torch.manual_seed(0)
     model = Model(sequence_dim)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # AdamW reads its count of steps, which is on the host
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0) if dtype == torch.float16 else None
     ids = torch.arange(8).view(2, 4)
 
     def step() -> None:
+        optimizer.zero_grad()
         with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
             logits = model(ids)
-            tpcore.parallel_cross_entropy(logits, ids, label_smoothing=0.1).mean().backward()
-        tpcore.optimizer_step(optimizer, max_norm=1.0)
-        optimizer.zero_grad()
+            loss = tpcore.parallel_cross_entropy(logits, ids, label_smoothing=0.1).mean()
+        assert logits.dtype == dtype
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        tpcore.optimizer_step(optimizer, max_norm=1.0, scaler=scaler)
+        if scaler is not None:
+            scaler.update()
 
     step()
     assert not ctx.comm("tp").reads_are_cheap
-    return reads(step)[0]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("sequence_dim", [None, 1])
-def test_a_step_reads_no_value(ranks: RankPool, sequence_dim: int | None, dtype: torch.dtype) -> None:
-    env = {"TPCORE_CHECK": "warmup"}  # a checked run compares values
-    for found in ranks.run(TP2, _step, sequence_dim, dtype, env=env):
-        assert found == []
-
-
-def _scaled(ctx: ParallelContext) -> tuple[list[str], list[float]]:
-    """What a step in float16 with a GradScaler reads, and the scale after an overflow on rank 1 alone."""
-    torch.manual_seed(0)
-    model, scaler = Model(None), torch.amp.GradScaler("cpu", init_scale=16.0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ids = torch.arange(8).view(2, 4)
-
-    def step(factor: Tensor) -> None:
-        optimizer.zero_grad()
-        with torch.autocast("cpu", torch.float16):
-            logits = model(ids)
-            loss = tpcore.parallel_cross_entropy(logits, ids).mean()
-        assert logits.dtype == torch.float16
-        scaler.scale(loss * factor).backward()
-        tpcore.optimizer_step(optimizer, max_norm=1.0, scaler=scaler)
-        scaler.update()
-
-    one = torch.ones(())
-    step(one)
-    found = reads(lambda: step(one))[0]
+    found = reads(step)[0]
+    if scaler is None:
+        return found, None
     before = [p.detach().clone() for p in model.parameters()]
     model.up.weight.register_hook(lambda g: g.fill_(float("inf")) if ctx.rank else g)
-    step(one)
+    step()
     assert all(map(torch.equal, before, model.parameters()))
-    return found, [scaler.get_scale()]
+    return found, scaler.get_scale()
 
 
-def test_a_step_with_a_scaler_reads_whether_to_step(ranks: RankPool) -> None:
-    """tpcore's own question, to all ranks, and that of torch's scaler, whose answer is then there."""
-    for found, scales in ranks.run(TP2, _scaled, env={"TPCORE_CHECK": "warmup"}):
-        assert found == ["item", "item", "_local_scalar_dense", "_local_scalar_dense"]  # each by both counters
-        assert scales == [8.0]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("sequence_dim", [None, 1])
+def test_a_step_reads_no_value(ranks: RankPool, sequence_dim: int | None, dtype: torch.dtype) -> None:
+    """With a scaler tpcore's own question, to all ranks, and that of torch's scaler, whose answer is then there."""
+    env = {"TPCORE_CHECK": "warmup"}  # a checked run compares values
+    questions = ["item", "item", "_local_scalar_dense", "_local_scalar_dense"]  # each by both counters
+    want = (questions, 8.0) if dtype == torch.float16 else ([], None)
+    for found in ranks.run(TP2, _step, sequence_dim, dtype, env=env):
+        assert found == want
 
 
-def test_the_counter_sees_what_a_cpu_backend_reads() -> None:
-    (found,) = run_ranks(Mesh({"tp": 1}), lambda ctx: reads(lambda: tpcore.ParallelEmbedding(4, 2)(torch.arange(4)))[0])
-    assert found
+def test_the_counters_see_reads_and_tensors_without_a_device() -> None:
     x = torch.ones(3)
-    for fn in (
-        x.tolist,
-        lambda: float(x[0]),
-        lambda: x[x > 0],
-        lambda: bool(x.any()),
-        x.nonzero,
-        lambda: x.max().item(),
-        lambda: torch.ones(2),
-    ):
+    one = (x.tolist, x.nonzero, lambda: float(x[0]), lambda: bool(x.any()), lambda: x.max().item())
+    for fn in (*one, lambda: x[x > 0], lambda: torch.ones(2)):
         assert reads(fn)[0], fn
 
 
@@ -305,26 +274,16 @@ def test_the_gradient_of_the_input_is_summed_beside_the_matmul_for_the_weights(r
         assert events == ["matmul", "all_reduce sum", "matmul", "wait"]
 
 
-def _streams(ctx: ParallelContext) -> tuple[list[float], list[float]]:
-    tpcore.random.manual_seed(3)
-    ones = torch.ones(64)
-    with tpcore.random.sharded():
-        inside = F.dropout(ones).tolist()
-    return inside, F.dropout(ones).tolist()
+def _rank(ctx: ParallelContext) -> int:
+    return ctx.rank
 
 
-def test_dropout_differs_by_rank_inside_sharded_alone(ranks: RankPool) -> None:
-    (inside, outside), (other_inside, other_outside) = ranks.run(TP2, _streams)
-    assert inside != other_inside
-    assert outside == other_outside
-
-
-def test_two_ranks_on_one_gpu_are_refused_on_both(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_ranks_on_one_gpu_are_refused_on_both() -> None:
     with RankPool(2, backend=OneGpu) as both:
-        for outcome in both.outcomes(TP2, _streams):
+        for outcome in both.outcomes(TP2, _rank):
             assert isinstance(outcome.error, BackendError)
             assert "ranks 0 and 1 are both on GPU GPU-7, and NCCL takes one rank a GPU" in str(outcome.error)
-        assert len(both.run(TP2, _streams, env={"NCCL_MULTI_RANK_GPU_ENABLE": "1"})) == 2
+        assert both.run(TP2, _rank, env={"NCCL_MULTI_RANK_GPU_ENABLE": "1"}) == [0, 1]
 
 
 def _unfinished(ctx: ParallelContext) -> None:
@@ -382,10 +341,9 @@ def test_a_capture_is_not_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     queue.close()
 
 
-class Queued(CudaBackend):
+class Queued(OnCpu):
     """All that the backend does for NCCL, over gloo: a queue follows the collectives, and a lost job aborts them."""
 
-    kind, transport = "cpu", "gloo"
     lazy = True  # type: ignore[assignment]
     aborted: list[tuple[int, ...]]
 
@@ -419,13 +377,12 @@ def _left(ctx: ParallelContext, zero: bool) -> None:
     assert backend.aborted == [(0, 1)]
 
 
-def test_a_lost_rank_aborts_the_groups() -> None:
+def test_a_lost_rank_aborts_the_groups(ranks: RankPool) -> None:
+    mesh = Mesh({"dp": 2, "tp": 1})
     with RankPool(2, backend=Queued) as both:
-        mesh = Mesh({"dp": 2, "tp": 1})
-        want = [tensors for tensors, _ in both.run(mesh, _trained, False, False)]
-        with RankPool(2, backend=StandIn) as plain:
-            for (got, _), expected in zip(plain.run(mesh, _trained, False, False), want, strict=True):
-                assert all(map(torch.equal, got, expected))
+        runs = [[tensors for tensors, _ in pool.run(mesh, _trained, False, False)] for pool in (both, ranks)]
+        for got, want in zip(*runs, strict=True):
+            assert all(map(torch.equal, got, want))
         first, _ = both.outcomes(mesh, _left, True)
         assert isinstance(first.error, PeerLostError)  # of the end of its context: the job stays lost
 

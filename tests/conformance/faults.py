@@ -25,10 +25,6 @@ def summed(parts: list[Tensor]) -> Tensor:
     return functools.reduce(torch.add, parts)
 
 
-def reduced(parts: list[Tensor], op: str) -> Tensor:
-    return summed(parts) if op == "sum" else torch.stack(parts).amax(0)
-
-
 def mine(transport: Transport, x: Tensor, dim: int) -> Tensor:
     return x.chunk(transport.size, dim)[transport.index].clone()
 
@@ -79,6 +75,11 @@ class Faults(dict[str, tuple[str, type[Plain]]]):
         for name, method in methods.items():
             own = {of or caught_by.split()[1]: instead(of or caught_by.split()[1], method)}
             self.mutant(caught_by, base)(type(name, (ThreadTransport,), own))
+
+    def backends(self, caught_by: str, base: type[Plain] = Plain, **members: dict[str, Any]) -> None:
+        """Register backends like ``base`` with other members."""
+        for name, own in members.items():
+            self[name] = caught_by, type(name, (base,), own)
 
 
 def instead(of: str, method: Made) -> Made:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn
 
 import pytest
 import torch
 from tpcore_cpu_gloo import GlooBackend
 
-from tpcore.comm.transport import Pending, Transport
+from tpcore.comm.transport import Transport
 from tpcore.errors import CollectiveMismatchError, PeerLostError
 from tpcore.layout.mesh import Group, Mesh
 from tpcore.testing import run_ranks
@@ -26,60 +27,43 @@ class HasNoTimeout(GlooBackend):
         return super().start(1e6)
 
 
-class _Changed(GlooBackend):
-    """What a rank gets that waits for a lost one is changed."""
+def _changed(name: str, instead: Callable[..., Any], method: str = "all_reduce") -> type[GlooBackend]:
+    """A backend with ``instead(rank, error, x)`` in place of what a rank gets that waits for a lost one."""
 
-    instead: Callable[..., torch.Tensor]
+    def connect(self: Any, group: Group, rank: int) -> Transport:
+        made = GlooBackend.connect(self, group, rank)
+        inner = getattr(made, method)
 
-    def connect(self, group: Group, rank: int) -> Transport:
-        made: Any = super().connect(group, rank)
-        inner = made.all_reduce
-
-        def all_reduce(x: torch.Tensor, op: Any, donate: bool) -> torch.Tensor:
+        def guarded(x: torch.Tensor, make: Callable[[], torch.Tensor]) -> torch.Tensor:
             try:
-                return inner(x, op, donate)
+                return make()
             except PeerLostError as e:
-                return self.instead(e, x)
+                return instead(rank, e, x)
 
-        made.all_reduce = all_reduce
+        def call(x: torch.Tensor, *how: Any) -> Any:
+            if method.startswith("start_"):
+                return partial(guarded, x, inner(x, *how))
+            return guarded(x, partial(inner, x, *how))
+
+        setattr(made, method, call)
         return made
 
-
-def _changed(name: str, instead: Callable[..., Any]) -> type[GlooBackend]:
-    return type(name, (_Changed,), {"instead": instead, "__module__": __name__})
+    return type(name, (GlooBackend,), {"connect": connect, "__module__": __name__})
 
 
 def fail(error: BaseException) -> NoReturn:
     raise error
 
 
-HangsWithTheLostRank = _changed("HangsWithTheLostRank", lambda self, error, x: time.sleep(1e6))
-GoesOnAlone = _changed("GoesOnAlone", lambda self, error, x: x)
-RaisesItsLibrarysError = _changed("RaisesItsLibrarysError", lambda self, error, x: fail(OSError(32, "Broken pipe")))
+HangsWithTheLostRank = _changed("HangsWithTheLostRank", lambda rank, error, x: time.sleep(1e6))
+GoesOnAlone = _changed("GoesOnAlone", lambda rank, error, x: x)
+StartsAlone = _changed("StartsAlone", lambda rank, error, x: x, "start_all_reduce")
+RaisesItsLibrarysError = _changed("RaisesItsLibrarysError", lambda *_: fail(OSError(32, "Broken pipe")))
 BlamesTheProgram = _changed("BlamesTheProgram", lambda *_: fail(CollectiveMismatchError("the ranks disagree")))
-Dies = _changed("Dies", lambda self, error, x: fail(SystemExit(7)))
+Dies = _changed("Dies", lambda *_: fail(SystemExit(7)))
 OnlyTheFirstRankHears = _changed(
-    "OnlyTheFirstRankHears", lambda self, error, x: torch.zeros_like(x) if self._rank else fail(error)
+    "OnlyTheFirstRankHears", lambda rank, error, x: torch.zeros_like(x) if rank else fail(error)
 )
-
-
-class StartsAlone(GlooBackend):
-    def connect(self, group: Group, rank: int) -> Transport:
-        made: Any = super().connect(group, rank)
-        inner = made.start_all_reduce
-
-        def start_all_reduce(x: torch.Tensor, op: Any, donate: bool) -> Pending:
-            def wait() -> torch.Tensor:
-                try:
-                    return pending()
-                except PeerLostError:
-                    return x
-
-            pending = inner(x, op, donate)
-            return wait
-
-        made.start_all_reduce = start_all_reduce
-        return made
 
 
 class NeedsItsLauncher(GlooBackend):

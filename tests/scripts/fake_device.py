@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -114,10 +115,6 @@ def layers(ctx: ParallelContext, sequence_dim: int | None = None) -> None:
     trained(model, optimizer, lambda ids: tpcore.parallel_cross_entropy(model(ids), ids, label_smoothing=0.1).mean())
 
 
-def sequence(ctx: ParallelContext) -> None:
-    layers(ctx, 1)
-
-
 def zero(ctx: ParallelContext) -> None:
     model = moved(ctx, lambda: Model(None).bfloat16())
     options: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "foreach": False}
@@ -143,10 +140,6 @@ SIZES: dict[str, Any] = {
     "vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 16,
 }  # fmt: skip
-
-
-def llama(ctx: ParallelContext) -> None:
-    of_transformers(ctx, transformers.LlamaConfig(**SIZES), sequence_parallel=True)
 
 
 def context(ctx: ParallelContext) -> None:
@@ -207,16 +200,17 @@ def caught(ctx: ParallelContext) -> None:
         raise AssertionError(f"{error.__name__} was not raised")
 
 
-CASES: dict[str, tuple[dict[str, int], Callable[[ParallelContext], None]]] = {
-    "caught": ({"dp": 2, "tp": 2}, caught),
-    "layers": ({"dp": 2, "tp": 2}, layers),
-    "sequence": ({"dp": 2, "tp": 2}, sequence),
-    "zero": ({"dp": 2, "tp": 2}, zero),
-    "saved": ({"dp": 2, "tp": 2}, saved),
-    "llama": ({"dp": 2, "tp": 2}, llama),
-    "context": ({"dp": 1, "cp": 2, "tp": 2}, context),
-    "experts": ({"dp": 1, "ep": 2, "tp": 2}, experts),
+CASES: dict[str, Callable[[ParallelContext], None]] = {
+    "caught": caught,
+    "layers": layers,
+    "sequence": partial(layers, sequence_dim=1),
+    "zero": zero,
+    "saved": saved,
+    "llama": lambda ctx: of_transformers(ctx, transformers.LlamaConfig(**SIZES), sequence_parallel=True),
+    "context": context,
+    "experts": experts,
 }
+MESHES = {"context": {"dp": 1, "cp": 2, "tp": 2}, "experts": {"dp": 1, "ep": 2, "tp": 2}}
 
 
 def main() -> None:
@@ -226,14 +220,13 @@ def main() -> None:
     FakeTensorMode.may_turn_const = lambda self, t: False  # type: ignore[method-assign]  it would run them
     dealt.compare_ranks = lambda *_: None  # type: ignore[assignment]  once in a job, of the first batch's values
     for name in sys.argv[1:] or CASES:
-        mesh, case = CASES[name]
         mode = FakeTensorMode()
         with (
             mode,
             patch(fake_tensor_allow_meta=True),
-            tpcore.use(ParallelContext(OnFakeDevice(mode), Mesh(mesh), 0)) as ctx,
+            tpcore.use(ParallelContext(OnFakeDevice(mode), Mesh(MESHES.get(name, {"dp": 2, "tp": 2})), 0)) as ctx,
         ):
-            case(ctx)
+            CASES[name](ctx)
         print(name)  # noqa: T201
 
 

@@ -170,7 +170,14 @@ class Backend(ABC):
     @final
     def comm(self, group: Group, rank: int) -> Comm:
         """Collectives over ``group``, checked."""
-        return self._bound(self.connect(group, rank), "connect")
+        try:
+            made = self.connect(group, rank)
+        except TypeError as e:
+            if "abstract" not in str(e):
+                raise
+            who = f"{type(self).__module__}: {type(self).__name__}"
+            raise BackendError(f"{who}.connect() makes an unfinished Transport: {e}") from e
+        return self._bound(made, "connect")
 
     @final
     def comm_of(self, process_group: Any) -> Comm:

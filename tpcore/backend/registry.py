@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
@@ -115,19 +114,6 @@ def check_fits(backend: Backend, mesh: Mesh) -> None:
         raise BackendError(f"{name}: {why}")
     if misfit := backend.capabilities.misfit({**mesh.axes, "world": mesh.size}):
         raise ValueError(f"{name} cannot form {misfit}; this job is {dict(mesh.axes)}")
-
-
-def check_connects(backend: Backend, made: Callable[[], Any]) -> None:
-    """Call ``made``, which makes a Comm. BackendError if the class of the backend's transport lacks a method."""
-    try:
-        made()
-    except TypeError as e:
-        if "abstract" not in str(e):
-            raise
-        package = type(backend).__module__.partition(".")[0]
-        plugins = (_named(ep) for ep in _entry_points() if ep.value.partition(":")[0].partition(".")[0] == package)
-        who = next(plugins, type(backend).__name__)
-        raise BackendError(f"{who}: its connect() makes an unfinished Transport: {e}") from e
 
 
 def backends() -> list[BackendInfo]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -15,9 +15,9 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from .. import settings
 from ..backend.interface import Backend
-from ..backend.registry import backend_class, check_connects, check_fits, load_backend
+from ..backend.registry import backend_class, check_fits, load_backend
 from ..comm.signature import ALL, checked_calls
-from ..layout.mesh import Mesh
+from ..layout.mesh import DATA, Mesh
 from ..log import inform
 from .consensus import Checks, agree, gather, in_eager_mode, raising
 from .context import ParallelContext, current, enter_process, is_initialized, leave_process
@@ -193,11 +193,9 @@ def _divided(backend: Backend, mesh: Mesh, rank: int, checks: Checks | None) -> 
     """A context whose groups of single axes are made: here, on all ranks in the same order, as that is collective."""
     ctx = ParallelContext(backend, mesh, rank, checks)
     check_fits(backend, mesh)
-    check_connects(backend, lambda: ctx.world)
-    _check_mesh(ctx)
-    for axis in mesh.axes:
-        check_connects(backend, partial(ctx.comm, axis))
-    check_connects(backend, lambda: ctx.data)
+    _check_mesh(ctx)  # over the world, the first group
+    for axes in (*((axis,) for axis in mesh.axes), mesh.present(DATA)):
+        ctx.comm(*axes)
     return ctx
 
 

@@ -1,13 +1,14 @@
-"""Ranks as threads of one process, one running at a time. Also the smallest complete backend. The world's condition
-is a baton: a rank has it while it runs Python and passes it on only inside a collective, with torch's random state.
-So a run is deterministic, and a deadlock is found at once."""
+"""Ranks as threads of one process, one running at a time. Also the smallest complete backend."""
 
 from __future__ import annotations
 
+import sys
 import threading
+import traceback
 from collections import Counter
 from collections.abc import Callable
 from contextvars import copy_context
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -17,73 +18,133 @@ from ..backend.interface import Backend, Capabilities
 from ..comm.signature import Call, call_place, disagreement
 from ..comm.transport import Primitive
 from ..comm.wrapper import TransportWrapper
-from ..errors import BackendError, CollectiveMismatchError, PeerLostError
+from ..errors import BackendError, CollectiveMismatchError, CollectiveTimeoutError, PeerLostError
 from ..layout.mesh import Group, Mesh
+from ..processes.transfer import Outcome, outcome_of, root_cause
 from ..runtime.context import ParallelContext, use
 from ..runtime.init import whole_tensors_only
 
 T = TypeVar("T")
-_Entry = tuple[Call, Tensor]
+_Box = dict[int, tuple[Any, Any]]
+"""By rank, where those who have come to a meeting are, and what each brings."""
 
 
-class ThreadWorld:
-    """The state that the threads share."""
+class RankThreads:
+    """Ranks that take turns. The lock is a baton: a rank has it while it runs Python and passes it on only where it
+    waits for others, with the state of the process. So a run is deterministic, and a deadlock is found at once."""
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.baton = threading.Condition()
-        self.waiting: dict[int, Call] = {}
-        self.ended: dict[int, BaseException | None] = {}
-        self._boxes: dict[tuple[tuple[int, ...], int], dict[int, _Entry]] = {}
-        self._seq: Counter[tuple[tuple[int, ...], int]] = Counter()
+        # not reentrant: a thread of autograd, which waits in place of its rank's, can pass it on too
+        self._baton = threading.Condition(threading.Lock())
+        self.waiting: dict[int, Any] = {}
+        self.ended: dict[int, Outcome] = {}
+        self.met: Counter[tuple[tuple[int, ...], int]] = Counter()
+        """How often a rank has met others, by members and rank."""
+        self._boxes: dict[tuple[tuple[int, ...], int], _Box] = {}
+        self._threads: list[threading.Thread] = []
+        self._running, self._moves = 0, 0
+
+    def saved(self) -> Callable[[], object]:
+        """Save the state of the process that belongs to the running rank; the result restores it."""
+        return partial(torch.set_rng_state, torch.get_rng_state())
+
+    def meet(self, members: tuple[int, ...], rank: int, at: Any, mine: Any) -> list[tuple[Any, Any]]:
+        """Wait for all ``members``. Return where each is, and what it brings, in group order."""
+        meeting = members, self.met[members, rank]
+        self.met[members, rank] += 1
+        box = self._boxes.setdefault(meeting, {})
+        box[rank] = at, mine
+        if len(box) == len(members):
+            del self._boxes[meeting]
+            for member in members:  # they may not be awake yet, but they wait for no rank any more
+                self.waiting.pop(member, None)
+            self._moved()
+        else:
+            self._wait(members, rank, at, box)
+        return [box[member] for member in members]
+
+    def _moved(self) -> None:
+        self._moves += 1
+        self._baton.notify_all()
+
+    def _wait(self, members: tuple[int, ...], rank: int, at: Any, box: _Box) -> None:
+        restore = self.saved()
+        self.waiting[rank] = at
+        try:
+            while len(box) < len(members):
+                self._raise_if_hopeless(rank, at, [r for r in members if r not in box])
+                self._baton.wait()
+        finally:
+            self.waiting.pop(rank, None)
+            self._running = rank
+            restore()
+
+    def _raise_if_hopeless(self, rank: int, at: Any, missing: list[int]) -> None:
+        failed = [r for r, o in self.ended.items() if o.error is not None and not isinstance(o.error, PeerLostError)]
+        if failed:
+            raise PeerLostError(f"rank {failed[0]} {self._state(failed[0])}; rank {rank} was at {at}")
+        left = [r for r in missing if r in self.ended]
+        if left:
+            raise PeerLostError(f"rank {left[0]} has finished, but rank {rank} waits for it at {at}")
+        if len(self.waiting) + len(self.ended) == self.size:
+            self._baton.notify_all()
+            raise BackendError(f"deadlock: every rank waits for another\n{self._report()}")
+
+    def _report(self) -> str:
+        return "\n".join(f"  rank {r} {self._state(r)}" for r in range(self.size))
+
+    def _state(self, rank: int) -> str:
+        if rank in self.waiting:
+            return f"waits at {self.waiting[rank]}"
+        if rank in self.ended:
+            error = self.ended[rank].error
+            return "has finished" if error is None else f"failed with {type(error).__name__}: {error}"
+        frame = sys._current_frames().get(self._threads[rank].ident or 0)
+        lines = traceback.extract_stack(frame)[-3:] if frame else []
+        where = " < ".join(f"{f.filename}:{f.lineno} in {f.name}" for f in reversed(lines))
+        return f"{'runs' if rank == self._running else 'waits for its turn'} at {where}"
+
+    def run(self, fn: Callable[[int], Any], timeout: float | None = None) -> list[Outcome]:
+        """Call ``fn(rank)`` on every rank, each from this process's state. Return each outcome: of ranks that run on
+        when none has met others or ended for ``timeout`` seconds, CollectiveTimeoutError."""
+        restore, late = self.saved(), Outcome()
+
+        def one(rank: int) -> None:
+            with self._baton:
+                self._running = rank
+                restore()
+                self.ended[rank] = outcome_of(partial(fn, rank))
+                self._moved()
+
+        for rank in range(self.size):
+            run, name = copy_context().run, f"rank {rank}"
+            self._threads.append(threading.Thread(target=run, args=(one, rank), name=name, daemon=True))
+        for thread in self._threads:
+            thread.start()
+        for thread in self._threads:
+            while thread.is_alive() and late.error is None:
+                before = self._moves
+                thread.join(timeout)
+                if thread.is_alive() and self._moves == before:
+                    text = f"no rank has moved on for {timeout:g} s:\n{self._report()}"
+                    late = Outcome(error=CollectiveTimeoutError(text))
+        restore()
+        return [self.ended.get(rank, late) for rank in range(self.size)]
+
+
+class ThreadWorld(RankThreads):
+    """Ranks that exchange tensors."""
 
     def exchange(self, members: tuple[int, ...], rank: int, op: str, x: Tensor) -> list[Tensor]:
         """Every member's tensor, in group order, once all members have made the same call."""
-        seq = self._seq[members, rank]
-        self._seq[members, rank] += 1
-        call = Call.of(seq, op, x.shape, x.dtype, call_place())
-        box = self._boxes.setdefault((members, seq), {})
+        call = Call.of(self.met[members, rank], op, x.shape, x.dtype, call_place())
         # a copy: this rank may go on and change x before the others wake up and read it
-        box[rank] = (call, x.detach().clone(memory_format=torch.contiguous_format))
-        if len(box) == len(members):
-            self._boxes.pop((members, seq))
-            for member in members:  # they may not be awake yet, but they wait for no rank any more
-                self.waiting.pop(member, None)
-            self.baton.notify_all()
-        else:
-            self._wait(rank, call, members, box)
-        calls = [box[r][0] for r in members]
-        if any(theirs != calls[0] for theirs in calls):
+        every = self.meet(members, rank, call, x.detach().clone(memory_format=torch.contiguous_format))
+        calls = [theirs for theirs, _ in every]
+        if any(theirs != call for theirs in calls):
             raise CollectiveMismatchError(disagreement(calls, members))
-        return [box[r][1] for r in members]
-
-    def _wait(self, rank: int, call: Call, members: tuple[int, ...], box: dict[int, _Entry]) -> None:
-        state = torch.get_rng_state()
-        self.waiting[rank] = call
-        try:
-            while len(box) < len(members):
-                self._raise_if_hopeless(rank, call, [r for r in members if r not in box])
-                self.baton.wait()
-        finally:
-            self.waiting.pop(rank, None)
-            torch.set_rng_state(state)
-
-    def _raise_if_hopeless(self, rank: int, call: Call, missing: list[int]) -> None:
-        failed = [(r, e) for r, e in self.ended.items() if e is not None and not isinstance(e, PeerLostError)]
-        if failed:
-            lost, error = failed[0]
-            raise PeerLostError(f"rank {lost} failed with {type(error).__name__}: {error}; rank {rank} was at {call}")
-        left = [r for r in missing if r in self.ended]
-        if left:
-            raise PeerLostError(f"rank {left[0]} has finished, but rank {rank} waits for it at {call}")
-        if len(self.waiting) + len(self.ended) == self.size:
-            self.baton.notify_all()
-            lines = "\n".join(f"  rank {r}: {c}" for r, c in sorted(self.waiting.items()))
-            raise BackendError(f"deadlock: every rank waits for another\n{lines}")
-
-    def end(self, rank: int, error: BaseException | None) -> None:
-        self.ended[rank] = error
-        self.baton.notify_all()
+        return [tensor for _, tensor in every]
 
 
 class ThreadTransport(TransportWrapper):
@@ -132,32 +193,14 @@ def run_ranks(
     """Call ``fn(ctx)`` on every rank of ``mesh``; return the results in rank order. Every rank starts from the
     caller's random state. If ranks fail, the first failure that is not a consequence of another is raised."""
     world = ThreadWorld(mesh.size)
-    results: dict[int, T] = {}
-    state = torch.get_rng_state()
 
-    def one(rank: int) -> None:
-        error: BaseException | None = None
-        with world.baton:
-            torch.set_rng_state(state)
-            try:
-                with use(ParallelContext(backend(rank, world), mesh, rank)) as ctx:
-                    results[rank] = fn(ctx)
-            except BaseException as e:  # noqa: BLE001  raised in the caller's thread below
-                error = e
-            finally:
-                world.end(rank, error)
+    def one(rank: int) -> T:
+        with use(ParallelContext(backend(rank, world), mesh, rank)) as ctx:
+            return fn(ctx)
 
-    threads = [
-        threading.Thread(target=copy_context().run, args=(one, r), name=f"rank {r}", daemon=True)
-        for r in range(mesh.size)
-    ]
     with whole_tensors_only():
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    torch.set_rng_state(state)
-    errors = [e for e in world.ended.values() if e is not None]  # in the order in which the ranks ended
-    for e in sorted(errors, key=lambda e: isinstance(e, PeerLostError)):
-        raise e
-    return [results[r] for r in range(mesh.size)]
+        outcomes = world.run(one)
+    error = root_cause(outcomes)
+    if error is not None:
+        raise error
+    return [outcome.value for outcome in outcomes]

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,27 +78,16 @@ class Queue(threading.Thread):
         self._under_way.clear()
 
 
-class CudaTransport(C10dTransport):
-    """The collectives of a torch.distributed group, on tensors of a GPU."""
-
-    @property
-    def reads_are_cheap(self) -> bool:
-        return False  # the host would wait for all kernels before it
-
-
 class CudaBackend(C10dBackend):
     """One rank a GPU, over NCCL. The host never waits for a collective: a ``Queue`` watches them."""
 
     interface = 2
     transport = "nccl"
-    transport_class = CudaTransport
     library = (os.path.dirname(__file__) + os.sep,)
     capabilities = replace(
         C10dBackend.capabilities,
         moved=(torch.complex64, torch.complex128, torch.uint16, torch.float8_e4m3fn, torch.float8_e5m2),
     )
-    kind: ClassVar[str] = "cuda"
-    """The type of ``device()``. ``cpu`` runs everything but the device's own calls where no GPU is."""
 
     def __init__(self, *job: Any, **named: Any) -> None:
         super().__init__(*job, **named)
@@ -107,14 +96,13 @@ class CudaBackend(C10dBackend):
 
     @classmethod
     def unavailable(cls) -> str | None:
-        if cls.kind == "cuda":
-            if not torch.backends.cuda.is_built():
-                return f"torch {torch.__version__} was built without CUDA: install a build of torch for it"
-            if not torch.cuda.device_count():
-                return (
-                    f"torch {torch.__version__}, built for CUDA {torch.version.cuda}, sees no GPU: nvidia-smi "
-                    "must list one, and CUDA_VISIBLE_DEVICES must not hide it"
-                )
+        if not torch.backends.cuda.is_built():
+            return f"torch {torch.__version__} was built without CUDA: install a build of torch for it"
+        if not torch.cuda.device_count():
+            return (
+                f"torch {torch.__version__}, built for CUDA {torch.version.cuda}, sees no GPU: nvidia-smi "
+                "must list one, and CUDA_VISIBLE_DEVICES must not hide it"
+            )
         return super().unavailable()
 
     @classmethod
@@ -132,16 +120,13 @@ class CudaBackend(C10dBackend):
         return torch.cuda.device_count() or None
 
     def device(self) -> torch.device:
-        if self.kind != "cuda":
-            return torch.device(self.kind)
         return torch.device("cuda", settings.LOCAL_RANK.get() % torch.cuda.device_count())
 
     # -- the job ------------------------------------------------------------------------------------------
     def start(self, timeout: float) -> tuple[int, int]:
-        if self.kind == "cuda":
-            # before the group: a rank that leaves the current device at 0 opens a context there, and NCCL joins
-            # with the device that is current
-            torch.cuda.set_device(self.device())
+        # before the group: a rank that leaves the current device at 0 opens a context there, and NCCL joins with the
+        # device that is current
+        torch.cuda.set_device(self.device())
         if not ON_ERROR.is_set:
             self._environment.enter_context(settings.changed({ON_ERROR.name: ON_ERROR.default}))
         if self.lazy:
@@ -195,8 +180,6 @@ class CudaBackend(C10dBackend):
 
     # -- dropout draws from the GPU's generator -----------------------------------------------------------
     def _generator(self) -> torch.Generator:
-        if self.kind != "cuda":
-            return torch.default_generator
         torch.cuda.init()
         return torch.cuda.default_generators[self.device().index]
 

@@ -113,4 +113,4 @@ def programs() -> list[Program]:
     """The programs that have run so far in this ``run_replicas``. Call it inside."""
     from .replicas import meeting_points
 
-    return list(meeting_points.running[-1].programs)
+    return meeting_points.programs_here()

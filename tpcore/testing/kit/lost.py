@@ -129,7 +129,8 @@ def _findings(plan: Losses, way: str, lifeline: int, timeout: float, log: Path) 
     try:
         for method in plan.methods:
             where = (list(WAYS).index(way) + METHODS.index(method)) % size
-            job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+            with socket.create_server(("127.0.0.1", 0)) as taken:  # free now; others may take it until it is used
+                job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
             for number in range(size):
                 ranks.append(_JobRank(plan, way, method, where, number))
                 ranks[-1].start(job, size, timeout, lifeline)
@@ -166,12 +167,6 @@ def _wait(ranks: Sequence[_JobRank], count: int, seconds: float, lifeline: int) 
                 rank.said.append(rank.heard.recv())
             except EOFError:
                 rank.process.join()
-
-
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 def _end(log: Path) -> str:

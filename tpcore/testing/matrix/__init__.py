@@ -17,13 +17,11 @@ from itertools import zip_longest
 
 from ...runtime.context import ParallelContext
 from ..kit.collectives import Wrong
-from .attention import QKV
 from .cells import DTYPES, Case, Cell, MatrixRow
-from .embedding import EMBEDDING
-from .linear import COLUMN, COLUMN_BLOCKS, COLUMN_CONV1D, ROW, ROW_BLOCKS, ROW_CONV1D
-from .loss_and_norm import CROSS_ENTROPY, LAYER_NORM, RMS_NORM
+from .embedding_norm_loss import CROSS_ENTROPY, EMBEDDING, LAYER_NORM, RMS_NORM
+from .linear import COLUMN, COLUMN_BLOCKS, COLUMN_CONV1D, QKV, ROW, ROW_BLOCKS, ROW_CONV1D
 
-__all__ = ["AXES", "DTYPES", "ROWS", "Case", "MatrixRow", "cases", "findings_of", "report", "run", "runnable"]
+__all__ = ["AXES", "DTYPES", "ROWS", "Case", "MatrixRow", "cases", "report", "run", "runnable"]
 
 _PLAIN = (COLUMN, ROW, EMBEDDING, LAYER_NORM, RMS_NORM, CROSS_ENTROPY)
 _SPECIAL = (COLUMN_BLOCKS, ROW_BLOCKS, COLUMN_CONV1D, ROW_CONV1D, QKV)
@@ -35,24 +33,22 @@ def cases(layer: str, dtype: str) -> list[Case]:
     return ROWS[layer].cases(dtype)
 
 
-def run(ctx: ParallelContext, some: list[Case]) -> list[str]:
-    """Check every case on this rank; return the findings, empty if all is well."""
-    return [message for case in runnable(ctx, some) for message in findings_of(ctx, case)]
-
-
 def runnable(ctx: ParallelContext, some: list[Case]) -> list[Case]:
     """The cases that can run here: lazy devices have no sparse tensors."""
-    return [c for c in some if ctx.comm("tp").eager or ("mode", "sparse") not in c.options]
+    return [c for c in some if ctx.comm("tp").eager or c.get("mode") != "sparse"]
 
 
-def findings_of(ctx: ParallelContext, case: Case) -> Wrong:
-    try:
-        cell = Cell(ctx, case)
-        ROWS[case.layer].check(cell)
-        cell.settle()
-    except Exception as e:
-        raise RuntimeError(f"{case} on rank {ctx.rank}: {type(e).__name__}: {e}") from e
-    return cell.found
+def run(ctx: ParallelContext, some: list[Case]) -> Wrong:
+    """Check every case on this rank; return the findings, empty if all is well."""
+    found = Wrong()
+    for case in runnable(ctx, some):
+        try:
+            cell = Cell(ctx, case, found)
+            ROWS[case.layer].check(cell)
+            cell.settle()
+        except Exception as e:
+            raise RuntimeError(f"{case} on rank {ctx.rank}: {type(e).__name__}: {e}") from e
+    return found
 
 
 def report(results: list[list[str]], failure: str = "") -> None:

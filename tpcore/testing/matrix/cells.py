@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ...comm.parts import plain as materialized
 from ...layout.shard import ShardSpec
 from ...runtime.context import ParallelContext
-from ..kit.collectives import RankCheck
+from ..kit.collectives import RankCheck, Wrong
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 GARBAGE = 7.0  # the value in padding, which must not count
@@ -34,10 +34,13 @@ class Case:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # Python 3.10 looks up __setstate__ before the instance has its options
             raise AttributeError(name)
-        for key, value in self.options:
-            if key == name:
-                return value
-        raise AttributeError(f"{self} has no option {name!r}")
+        if name not in dict(self.options):
+            raise AttributeError(f"{self} has no option {name!r}")
+        return self.get(name)
+
+    def get(self, name: str) -> Any:
+        """The option, or None where the row has no such axis."""
+        return dict(self.options).get(name)
 
     def __str__(self) -> str:
         return f"{self.layer} {self.dtype} " + " ".join(f"{k}={v}" for k, v in self.options)
@@ -107,12 +110,12 @@ class Cell(RankCheck):
     """One case on this rank: its parts of full tensors, and their comparisons. Values are read together at the end, so
     that a lazy backend runs one program for the whole case."""
 
-    def __init__(self, ctx: ParallelContext, case: Case) -> None:
-        super().__init__(ctx)
+    def __init__(self, ctx: ParallelContext, case: Case, found: Wrong) -> None:
+        super().__init__(ctx, found=found)
         self.case, self.dtype = case, DTYPES[case.dtype]
         self.lead = (self.k, self.k, 2)[: case.ndim - 1]
         """The dims before the features, of which the ranks divide each sequence dim."""
-        self.seq: int | None = dict(case.options).get("seq")
+        self.seq: int | None = case.get("seq")
         self.sequence: dict[str, Any] = {} if self.seq is None else {"sequence_dim": self.seq}
         self._later: list[tuple[Tensor, Callable[[Tensor], str | None]]] = []
 

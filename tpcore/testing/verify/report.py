@@ -17,11 +17,10 @@ import torch
 import tpcore
 
 from ...backend.interface import Backend
-from ...backend.registry import backend_class, backends
 from ...layout.mesh import Mesh
 from ...runtime.consensus import gather
 from ...runtime.context import ParallelContext, use
-from ...runtime.init import init, shutdown
+from ...runtime.init import choose_backend, init, shutdown
 from .. import matrix
 from ..kit import collectives as bodies
 from ..kit import programs, training
@@ -69,14 +68,16 @@ class Report:
 def on_rank(backend: str | None, tp: int) -> Report:
     """Start this rank, in a process only for it, and check everything; return the same report on every rank."""
     torch.set_num_threads(1)
-    ctx = init(backend, tp=tp)
+    name = choose_backend(backend)
+    ctx = init(name, tp=tp)
     try:
-        return checked(ctx)
+        return checked(ctx, name)
     finally:
         shutdown()
 
 
-def checked(ctx: ParallelContext) -> Report:
+def checked(ctx: ParallelContext, backend: str, note: str = "") -> Report:
+    """The report on this job of ``backend``."""
     now = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M")
     versions = {"tpcore": tpcore.__version__, "torch": torch.__version__, "python": platform.python_version()}
     for name in ("transformers", "torch_xla"):
@@ -84,15 +85,7 @@ def checked(ctx: ParallelContext) -> Report:
             versions[name] = version(name)
     machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores"
     rows = [_merged(ctx, row) for row in _rows(ctx)]
-    return Report(_name(ctx.backend), dict(ctx.mesh.axes), now, versions, machine, rows)
-
-
-def _name(backend: Backend) -> str:
-    """The name of the backend's plugin, or its class name if no plugin provides it."""
-    for info in backends():
-        if info.usable and backend_class(info.name) is type(backend):
-            return info.name
-    return type(backend).__name__
+    return Report(backend, dict(ctx.mesh.axes), now, versions, machine, rows, note)
 
 
 def _rows(ctx: ParallelContext) -> Iterator[Row]:
@@ -129,7 +122,7 @@ _ELSEWHERE = {
 
 
 class _Edges(Contract):
-    """The kit's tests on the ranks of this job."""
+    """The kit's tests on the ranks of this job, whatever mesh they ask for."""
 
     def __init__(self, ctx: ParallelContext) -> None:
         self._ctx, self.wrong = ctx, Wrong()
@@ -137,14 +130,9 @@ class _Edges(Contract):
     def backend_class(self) -> type[Backend]:
         return type(self._ctx.backend)
 
-    def choices(self) -> dict[str, list[Any]]:
-        return super().choices() | {"first": [self._ctx.mesh], "line": [self._ctx.mesh]}
-
     def run(self, mesh: Mesh, fn: Callable[..., Wrong], *args: Any) -> list[list[str]]:
-        return [fn(self._ctx, *args)]
-
-    def _check(self, results: list[list[str]], failure: str = "") -> None:
-        self.wrong += results[0]
+        self.wrong += fn(self._ctx, *args)
+        return []
 
 
 EDGES = tuple(name for name in vars(Contract) if name.startswith("test_") and name not in _ELSEWHERE)
@@ -168,15 +156,11 @@ def _row(what: str, dtype: str, cases: int, wrong: Wrong) -> Row:
 
 
 def _layer(ctx: ParallelContext, layer: str, dtype: str, sequence: bool) -> Row:
-    some = [case for case in matrix.cases(layer, dtype) if (dict(case.options).get("seq") is not None) == sequence]
+    some = [case for case in matrix.cases(layer, dtype) if (case.get("seq") is not None) == sequence]
     some = some[:: 7 if len(some) > 20 else 1]
-    every = Wrong()
-    for case in (runnable := matrix.runnable(ctx, some)):
-        found = matrix.findings_of(ctx, case)
-        every += found
-        every.reached(found.error, found.allowed)
     name = f"{layer}, sequence parallel" if sequence else layer
-    return _row(name, str(matrix.DTYPES[dtype]).removeprefix("torch."), len(runnable), every)
+    kind = str(matrix.DTYPES[dtype]).removeprefix("torch.")
+    return _row(name, kind, len(matrix.runnable(ctx, some)), matrix.run(ctx, some))
 
 
 def _merged(ctx: ParallelContext, row: Row) -> Row:

@@ -1,28 +1,35 @@
 """The calls at which all replicas must meet: those by which torch_xla compiles and runs a program. All ranks of a
 run share one executable, because collectives of different executables never meet. torch_xla caches executables by
 the hash of the graph. So it suffices that the graphs are equal, which is checked here, and that one rank compiles
-before the others run."""
+before the others run. Between two meetings a rank runs as in a process of its own: the process's state (random state,
+environment, tpcore's context) is swapped with it."""
 
 from __future__ import annotations
 
 import difflib
 import os
+import random
 import re
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
 from torch import Tensor
 
+from tpcore import settings
 from tpcore.comm.signature import call_site
 from tpcore.errors import CollectiveMismatchError
+from tpcore.runtime.context import swap_process
+from tpcore.testing.threads import RankThreads
 
 from ..reads import READS, leaves_device, preceded
-from .scheduler import Arrival, Scheduler
 from .stablehlo import HloProgram, pending
 
 _XLA: Any = torch_xla._XLAC
@@ -32,18 +39,45 @@ _SHOWN = 12  # differing lines in a message
 _HERE = threading.local()
 
 
-class Run(NamedTuple):
-    """One run of a function on all replicas: its scheduler and its programs so far."""
+class ReplicaThreads(RankThreads):
+    """One run of a function on all replicas, and each rank's programs so far."""
 
-    world: Scheduler
-    programs: list[HloProgram]
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.programs: dict[int, list[HloProgram]] = defaultdict(list)
+
+    def saved(self) -> Callable[[], object]:
+        states: list[Callable[[], object]] = [
+            partial(torch.set_rng_state, torch.get_rng_state()),
+            partial(random.setstate, random.getstate()),
+            partial(np.random.set_state, np.random.get_state()),
+            partial(settings.restore, settings.environment()),
+            partial(swap_process, swap_process([])),
+        ]
+        return lambda: [restore() for restore in states]
 
 
-running: list[Run] = []
+class Point(NamedTuple):
+    """Where a rank waits. All ranks must come to the same point; the site may differ."""
+
+    what: str
+    site: str
+
+    def __str__(self) -> str:
+        return f"{self.what}, called at {self.site}"
 
 
-def as_rank(fn: Callable[[], Any], rank: int) -> Any:
-    """``fn()`` in this thread, as ``rank``."""
+running: list[ReplicaThreads] = []
+
+
+def as_rank(fn: Callable[[], Any], job: dict[str, str], rank: int) -> Any:
+    """``fn()`` in this thread, as ``rank`` of ``job``, with random numbers that are, unlike those of a real process,
+    reproducible."""
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    settings.update({**job, **settings.of_rank(rank, running[-1].size)})
+    swap_process([])
     device = f"xla:{rank}"
     _XLA._xla_set_default_device(device)
     _XLA._set_all_reduce_token(device, None)
@@ -75,21 +109,37 @@ def lowered(tensors: list[Tensor]) -> HloProgram:
     rank = rank_here()
     if rank is None:
         raise RuntimeError("lower() is called inside of run_replicas only")
-    text, site = pending(tensors), _site()
-    running[-1].world.meet(rank, Arrival("lower", site, text), _same_program)
-    return HloProgram(text, "lower", site)
+    point = Point("lower", _site())
+    return HloProgram(_same_program(rank, point, pending(tensors)), *point)
 
 
-def _same_program(arrivals: Sequence[Arrival]) -> None:
-    texts = [a.payload for a in arrivals]
-    differ = [r for r, text in enumerate(texts) if text != texts[0]]
+def programs_here() -> list[HloProgram]:
+    """The programs that this thread's rank has run so far."""
+    return list(running[-1].programs[rank_here() or 0])
+
+
+def _meet(rank: int, point: Point, mine: Any) -> list[Any]:
+    """Wait for every rank to come here; return what each brings, in rank order."""
+    world = running[-1]
+    met = world.meet(tuple(range(world.size)), rank, point, mine)
+    others = [r for r, (there, _) in enumerate(met) if there.what != met[0][0].what]
+    if others:
+        lines = "\n".join(f"  rank {r} waits at {there}" for r, (there, _) in enumerate(met))
+        raise CollectiveMismatchError(f"ranks 0 and {others[0]} do not come to the same point of the program:\n{lines}")
+    return [brought for _, brought in met]
+
+
+def _same_program(rank: int, point: Point, text: str) -> str:
+    """The ``text`` of every rank's program; CollectiveMismatchError on all ranks if it differs."""
+    texts = _meet(rank, point, text)
+    differ = [r for r, theirs in enumerate(texts) if theirs != texts[0]]
     if not differ:
-        return
+        return str(texts[0])
     first, other = texts[0].splitlines(), texts[differ[0]].splitlines()
     lines = difflib.unified_diff(first, other, "rank 0", f"rank {differ[0]}", lineterm="", n=0)
     shown = "\n".join(line[:200] for line in list(lines)[:_SHOWN])
     raise CollectiveMismatchError(
-        f"ranks {differ} would run another program than rank 0 at {arrivals[0].what} ({arrivals[0].site}), "
+        f"ranks {differ} would run another program than rank 0 at {point.what} ({point.site}), "
         "so that their collectives never meet. A rank, or something computed from it, has become part of the "
         f"program; it must be data, as tpcore's comm.position is. The first lines that differ:\n{shown}"
     )
@@ -97,18 +147,14 @@ def _same_program(arrivals: Sequence[Arrival]) -> None:
 
 def _run(rank: int, what: str, dispatch: Callable[[], None], tensors: list[Tensor] | None = None) -> None:
     """Meet the other ranks, compare the programs, and start them one after the other."""
-    run, site, text = running[-1], _site(), pending(tensors)
-    run.world.meet(rank, Arrival(what, site, text), _same_program)
+    site = _site()
+    text = _same_program(rank, Point(what, site), pending(tensors))
     before = _compiled()
     dispatch()
-    made = _compiled() > before
     # No rank may go on before all have started: freeing a tensor that a started program still reads waits for
     # that program without releasing Python's lock.
-
-    def record(arrivals: Sequence[Arrival]) -> None:
-        run.programs.append(HloProgram(text, what, site, any(a.payload for a in arrivals)))
-
-    run.world.meet(rank, Arrival(f"{what} started", site, made), record)
+    compiled = any(_meet(rank, Point(f"{what} started", site), _compiled() > before))
+    running[-1].programs[rank].append(HloProgram(text, what, site, compiled))
 
 
 def _compiled() -> int:
@@ -175,6 +221,6 @@ def _patch_rendezvous() -> None:
         if rank is None:
             return list(original(payload, ordinals, tag))
         # torch_xla's own rendezvous gathers, with the rank as a constant of the program
-        return running[-1].world.meet(rank, Arrival(f"rendezvous {tag!r}", _site(), payload))
+        return _meet(rank, Point(f"rendezvous {tag!r}", _site()), payload)
 
     xm.xla_rendezvous = xla_rendezvous

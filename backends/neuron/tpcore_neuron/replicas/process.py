@@ -85,7 +85,6 @@ def serve(size: int, conn: Connection) -> None:
     import torch_xla.core.xla_model as xm
 
     from . import meeting_points as patches
-    from .scheduler import Scheduler
 
     torch.set_num_threads(1)
     devices = xm.get_xla_supported_devices()
@@ -100,15 +99,15 @@ def serve(size: int, conn: Connection) -> None:
         except EOFError:
             return
         fn, args, kwargs = unpack_call(call)
-        world = Scheduler(size, timeout)
-        patches.running.append(patches.Run(world, []))
-
-        one = partial(patches.as_rank, partial(_on_cpu, fn, *args, **kwargs))
-        store = {settings.MASTER_ADDR.name: "127.0.0.1", settings.MASTER_PORT.name: "0"}
-        outcomes = world.run(one, [{**env, **settings.of_rank(rank, size), **store} for rank in range(size)])
+        world = patches.ReplicaThreads(size)
+        patches.running.append(world)
+        job = {**env, settings.MASTER_ADDR.name: "127.0.0.1", settings.MASTER_PORT.name: "0"}
+        one = partial(patches.as_rank, partial(_on_cpu, fn, *args, **kwargs), job)
+        outcomes = world.run(one, timeout)
         patches.running.pop()
-        conn.send((world.broken, [pack_outcome(o, r) for r, o in enumerate(outcomes)]))
-        if world.broken:
+        broken = len(world.ended) < size
+        conn.send((broken, [pack_outcome(o, r) for r, o in enumerate(outcomes)]))
+        if broken:
             os._exit(1)  # a running thread cannot be stopped
         del world, one, fn, args, kwargs, outcomes  # and the objects in their errors' tracebacks
         worlds.forget()

@@ -6,7 +6,6 @@ python -m tpcore_neuron.replicas.verify 2 neuron-tp2.json
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -35,7 +34,7 @@ def _on_replica(tp: int) -> Report:
     backend.capabilities = as_on_neuron(backend.capabilities)  # type: ignore[misc]  # of this instance
     ctx = tpcore.init(backend, tp=tp)
     try:
-        return replace(checked(ctx), note=NOTE)
+        return checked(ctx, "neuron", NOTE)
     finally:
         tpcore.shutdown()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +12,11 @@ import torch
 import torch.nn.functional as F
 from pipelines import assert_same_gradients
 from torch import Tensor, nn
+from typer.testing import CliRunner
 
 import tpcore
 from tpcore import Mesh
+from tpcore.cli.app import app
 from tpcore.layers.sharding import sharding
 from tpcore.testing import run_ranks
 
@@ -204,6 +207,14 @@ def part(value: Tensor, p: Tensor) -> Tensor:
     """What this rank holds of ``value``, as ``p`` lies on the mesh."""
     found = sharding(p)
     return value if found is None else found.layout.shard(value, found.ctx.rank, found.ctx.mesh)
+
+
+def consolidate(source: Path, out: Path, config: Path, *options: str, exit_code: int = 0) -> str:
+    """What the command says that writes a checkpoint's model as transformers' files."""
+    command = ["checkpoint", "consolidate", str(source), str(out), "--config", str(config), *options]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == exit_code, done.output
+    return done.output
 
 
 def recompute(model: Any) -> None:

@@ -16,11 +16,9 @@ from hf import TINY, assert_equals_whole, mixtral
 from pipelines import assert_same_gradients
 from tiers import tiers
 from torch import Tensor
-from typer.testing import CliRunner
 
 import tpcore
 from tpcore import Mesh
-from tpcore.cli.app import app
 from tpcore.testing import run_ranks
 
 SIZES = {**TINY, "num_key_value_heads": 4, "experts_implementation": "eager"}
@@ -215,9 +213,7 @@ def test_a_checkpoint_opens_however_experts_are_sharded(saved: str, tmp_path: Pa
                 torch.testing.assert_close(t, after[key], rtol=ROUNDS, atol=ROUNDS, msg=key)
     whole = mixtral()
     whole.save_pretrained(tmp_path / "config")
-    given = ["checkpoint", "consolidate", str(path), str(tmp_path / "files"), "--config", str(tmp_path / "config")]
-    said = CliRunner().invoke(app, given)
-    assert said.exit_code == 0, said.output
+    hf.consolidate(path, tmp_path / "files", tmp_path / "config")
     opened = type(whole).from_pretrained(tmp_path / "files", dtype=torch.float64).state_dict()
     assert opened.keys() == before.keys()
     assert all(torch.equal(t, before[key]) for key, t in opened.items())

@@ -56,13 +56,6 @@ def test_equals_the_whole_model(name: str, sequence_parallel: bool) -> None:
     )
 
 
-def test_gathered_projections() -> None:
-    """The plan of transformers for Phi-3, which tpcore's overrides."""
-    attention = "model.layers.*.self_attn"
-    plan = {f"{attention}.qkv_proj": "colwise_gather_output", f"{attention}.o_proj": "rowwise_split_input"}
-    assert_equals_whole(phi3, (2,), plan=plan)
-
-
 @each_rank(tp=2)
 def test_an_attention_that_reads_the_configuration_has_its_own_heads(ctx: tpcore.ParallelContext) -> None:
     model: Any = tpcore.parallelize(phi3())

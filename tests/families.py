@@ -9,6 +9,7 @@ import copy
 import os
 import sys
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,24 +74,16 @@ SIZES |= {
     **_named("first_k_dense_replace num_dense_layers n_group topk_group n_shared_experts", 1),
 }
 OPTIONAL = {"num_key_value_heads", "head_dim", "pad_token_id", "n_inner", "num_kv_heads"}
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+SECTIONS = {**ROPE, "mrope_section": [1, 1, 2]}
+WHOLE_ROPE = {"partial_rotary_factor": 1.0}
 SPECIAL: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
-    "qwen2_vl_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}},
-    "qwen2_5_vl_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}},
-    **{
-        name: {
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 10000.0,
-                "partial_rotary_factor": 1.0,
-                "mrope_section": [1, 1, 2],
-            }
-        }
-        for name in ("glm4v_text", "glm4v_moe_text", "glm_image_text", "glm_ocr_text")
-    },
+    **_named("qwen2_vl_text qwen2_5_vl_text", {"rope_parameters": SECTIONS}),
+    **_named("glm4v_text glm4v_moe_text glm_image_text glm_ocr_text", {"rope_parameters": {**SECTIONS, **WHOLE_ROPE}}),
     "cohere_compass_text": {
         "layer_types": ["full_attention", "full_attention"],
-        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}},
+        "rope_parameters": {"full_attention": ROPE},
     },
     "muse_spark_text": {
         **_named("moe_intermediate_size moe_hidden_size", 32),
@@ -101,8 +94,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     "neomme": {
         "rope_parameters": {
-            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
-            "full_attention": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 1.0},
+            "sliding_attention": {**ROPE, **WHOLE_ROPE},
+            "full_attention": {**ROPE, "rope_theta": 1e6, **WHOLE_ROPE},
         },
         "per_layer_config": {},
     },
@@ -233,16 +226,14 @@ def config_of(model_type: str, **options: Any) -> Any:
         chosen |= {name: size for name, size in LATENT.items() if name in latent}
     if getattr(default, "mlp_layer_types", None):
         chosen["mlp_layer_types"] = ["dense", "sparse"]
-    chosen |= SPECIAL.get(model_type, {}) | options
+    chosen |= copy.deepcopy(SPECIAL.get(model_type, {})) | options
     try:
         config = kind(**chosen)
     except Exception:  # noqa: BLE001  a family whose sizes depend on each other: each that can be set by itself
         config = kind()
         for name, value in chosen.items():
-            try:
+            with suppress(Exception):
                 setattr(config, name, value)
-            except Exception:  # noqa: BLE001
-                continue
     if getattr(config, "vocab_size", 99) is None:
         config.vocab_size = 99
     config._experts_implementation = "eager"  # the default kernel takes no float64

@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from pipelines import assert_same_gradients
 from torch import Tensor, nn
+from typer.testing import CliRunner
 
 import tpcore
 from tpcore import Mesh
+from tpcore.cli.app import app
 from tpcore.layers.sharding import sharding
 from tpcore.testing import run_ranks
 
@@ -46,6 +49,9 @@ GPT2 = {
 }
 
 
+T5 = {"vocab_size": 99, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+
+
 def llama(**options: Any) -> nn.Module:
     config = {**TINY, "num_key_value_heads": 2, **options}
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**config))
@@ -56,6 +62,16 @@ def folder(where: Path, architecture: str, **config: Any) -> str:
     kind = getattr(transformers, architecture).config_class.model_type
     (where / "config.json").write_text(json.dumps({"model_type": kind, "architectures": [architecture], **config}))
     return str(where)
+
+
+def phi3() -> nn.Module:
+    return transformers.Phi3ForCausalLM(transformers.Phi3Config(**TINY, num_key_value_heads=2))
+
+
+def mixtral(**options: Any) -> Any:
+    """With experts by the implementation that takes float64."""
+    experts = {"num_key_value_heads": 4, "num_local_experts": 4, "experts_implementation": "eager"}
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**{**TINY, **experts, **options}))
 
 
 def text(vocab: int = 99, length: int = 8) -> dict[str, Tensor]:
@@ -106,41 +122,79 @@ def step(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     return loss.detach(), output.loss, output.logits
 
 
+def recomputed(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """``step`` with activation checkpointing."""
+    recompute(model)
+    return step(model, batch)
+
+
+Batches = Sequence[Sequence[dict[str, Any]]]
+"""By step, and then by the rank that has this part of the batch."""
+
+
+def steps(model: Any, optimizer: Any, batches: Batches, update: Callable[[], Tensor]) -> list[float]:
+    """Of each step the loss, the mean of its parts', and what ``update`` says of the gradients: their norm."""
+    found = []
+    for parts in batches:
+        optimizer.zero_grad()
+        loss = torch.stack([model(**part).loss for part in parts]).mean()
+        loss.backward()
+        found += [float(loss.detach()), float(update())]
+    return found
+
+
+def plain_steps(
+    model: Any, optimizer: Any, batches: Batches, clip: Callable[..., Tensor] = nn.utils.clip_grad_norm_
+) -> list[float]:
+    """Those of one process, which clips gradients to a norm of 0.5."""
+
+    def update() -> Tensor:
+        norm = clip(model.parameters(), 0.5)
+        optimizer.step()
+        return norm
+
+    return steps(model, optimizer, batches, update)
+
+
+def parallel_steps(ctx: tpcore.ParallelContext, model: Any, optimizer: Any, batches: Batches) -> list[float]:
+    """Those of ranks, each of which has its part of every batch."""
+    mine = [[parts[ctx.index(ctx.batch)]] for parts in batches]
+    found = torch.tensor(
+        steps(model, optimizer, mine, lambda: tpcore.optimizer_step(optimizer, max_norm=0.5)), dtype=torch.float64
+    )
+    found[::2] = ctx.batch.all_reduce(found[::2].contiguous()) / ctx.batch.size
+    return found.tolist()
+
+
 def assert_equals_whole(
     make: Callable[[], nn.Module],
-    degrees: Sequence[int] = (2, 4),
-    batch: dict[str, Tensor] | None = None,
-    run: Callable[[Any, dict[str, Tensor]], tuple[Tensor, ...]] = step,
+    meshes: Sequence[int | dict[str, int]] = (2, 4),
+    batch: dict[str, Any] | None = None,
+    run: Callable[[Any, dict[str, Any]], Sequence[Tensor]] = step,
     tolerance: float = 1e-12,  # float64, in which the order of sums is all that differs
+    made: Callable[[Callable[[], nn.Module]], Any] = double,
     **options: Any,
 ) -> None:
-    """What ``run`` gives and every gradient of a cut model are those of the whole, at each degree."""
+    """What ``run`` gives and every gradient of a cut model are those of the whole, on each mesh, or degree of tp."""
     batch = text() if batch is None else batch
-    whole = double(make)
+    whole = made(make)
     want = run(whole, batch)
-    gradients = {name: p.grad for name, p in whole.named_parameters()}
+    names = [name for name, _ in whole.named_parameters()]
 
     def rank(ctx: tpcore.ParallelContext) -> None:
-        model = double(make)
-        before = list(model.parameters())
+        model = made(make)
+        before, staged = list(model.parameters()), ctx.mesh.axes.get("pp", 1) > 1
         assert tpcore.parallelize(model, **options) is model
-        assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
+        assert staged or all(a is b for a, b in zip(before, model.parameters(), strict=True))
         for got, expected in zip(run(model, batch), want, strict=True):
             torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
-        assert [name for name, _ in model.named_parameters()] == list(gradients)
-        for name, p in model.named_parameters():
-            found, expected = sharding(p), gradients[name]
-            if expected is None:
-                assert p.grad is None, name
-                continue
-            if found is not None:
-                expected = found.layout.spec.shard(expected, ctx.coord("tp"), ctx.comm("tp").size)
-            torch.testing.assert_close(
-                p.grad, expected, rtol=tolerance, atol=tolerance, msg=lambda m, name=name: f"{name}: {m}"
-            )
+        assert staged or [name for name, _ in model.named_parameters()] == names
+        if ctx.mesh.axes.keys() != {"tp"}:
+            tpcore.reduce_gradients(model)
+        assert_same_gradients(model, whole, ctx, tolerance, tolerance)
 
-    for degree in degrees:
-        run_ranks(Mesh({"tp": degree}), rank)
+    for mesh in meshes:
+        run_ranks(Mesh({"tp": mesh} if isinstance(mesh, int) else mesh), rank)
 
 
 def refused(words: str, make: Callable[[], Any], mesh: dict[str, int] | None = None, **options: Any) -> None:
@@ -161,6 +215,14 @@ def part(value: Tensor, p: Tensor) -> Tensor:
     """What this rank holds of ``value``, as ``p`` lies on the mesh."""
     found = sharding(p)
     return value if found is None else found.layout.shard(value, found.ctx.rank, found.ctx.mesh)
+
+
+def consolidate(source: Path, out: Path, config: Path, *options: str, exit_code: int = 0) -> str:
+    """What the command says that writes a checkpoint's model as transformers' files."""
+    command = ["checkpoint", "consolidate", str(source), str(out), "--config", str(config), *options]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == exit_code, done.output
+    return done.output
 
 
 def recompute(model: Any) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from rank_pool import RankPool
+from worlds import each_rank
 
 import tpcore
 from tpcore.layout.mesh import Mesh
@@ -80,21 +81,19 @@ def test_tokens_are_those_of_generate(pool: RankPool, kv: int) -> None:
     assert kv != 4 or pool.run(mesh, _whole_attention)[0] == want
 
 
-def test_caches_take_what_the_requests_need_and_what_fits() -> None:
-    def rank(ctx: tpcore.ParallelContext) -> None:
-        sharded = tpcore.parallelize(model(4))
-        heads = _local_heads(sharded)
-        assert heads == 2
-        settings = _sized(None, sharded, None, heads, ctx)
-        assert settings.num_blocks == _ROWS * (1 + _LENGTH // settings.page_size)
-        large = transformers.ContinuousBatchingConfig(page_size=2**30)  # a block of more than 2^38 bytes
-        assert _sized(large, sharded, None, heads, ctx).num_blocks == 1
-        assert large.num_blocks is None  # the caller's is as it was: another call has other requests
-        given = transformers.ContinuousBatchingConfig(num_blocks=7, max_batch_tokens=9)
-        sized = _sized(given, sharded, None, heads, ctx)
-        assert (sized.num_blocks, sized.max_batch_tokens) == (7, 9)
-
-    run_ranks(Mesh({"dp": 1, "tp": 2}), rank)
+@each_rank(dp=1, tp=2)
+def test_caches_take_what_the_requests_need_and_what_fits(ctx: tpcore.ParallelContext) -> None:
+    sharded = tpcore.parallelize(model(4))
+    heads = _local_heads(sharded)
+    assert heads == 2
+    settings = _sized(None, sharded, None, heads, ctx)
+    assert settings.num_blocks == _ROWS * (1 + _LENGTH // settings.page_size)
+    large = transformers.ContinuousBatchingConfig(page_size=2**30)  # a block of more than 2^38 bytes
+    assert _sized(large, sharded, None, heads, ctx).num_blocks == 1
+    assert large.num_blocks is None  # the caller's is as it was: another call has other requests
+    given = transformers.ContinuousBatchingConfig(num_blocks=7, max_batch_tokens=9)
+    sized = _sized(given, sharded, None, heads, ctx)
+    assert (sized.num_blocks, sized.max_batch_tokens) == (7, 9)
 
 
 @pytest.mark.parametrize("axis", ["cp", "pp"])
@@ -108,9 +107,7 @@ def test_meshes_whose_ranks_would_wait_for_one_another_are_refused(axis: str) ->
     run_ranks(Mesh({"pp": 1, "dp": 1, "tp": 1} | {axis: 2}), rank)
 
 
-def test_without_process_groups_it_says_what_to_call() -> None:
-    def rank(ctx: tpcore.ParallelContext) -> None:
-        with pytest.raises(tpcore.BackendError, match="a DeviceMesh needs a backend over torch"):
-            batched(tpcore.parallelize(model(4)))
-
-    run_ranks(Mesh({"dp": 1, "tp": 2}), rank)
+@each_rank(dp=1, tp=2)
+def test_without_process_groups_it_says_what_to_call(ctx: tpcore.ParallelContext) -> None:
+    with pytest.raises(tpcore.BackendError, match="a DeviceMesh needs a backend over torch"):
+        batched(tpcore.parallelize(model(4)))

@@ -120,16 +120,19 @@ def test_the_choice_is_of_fewest_bytes_that_fit() -> None:
         assert f"and {mask / 2**20:,.1f} MiB, ulysses" in why
 
 
+def explained(where: str, options: str) -> str:
+    done = CliRunner().invoke(app, ["explain", where, "--ranks", "0", *options.split()])
+    assert done.exit_code == 0, done.output
+    return " ".join(done.output.split())
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_explain_deals_the_tokens_of_a_configuration_and_tells_the_costs(way: Way, tmp_path: Path) -> None:
-    where, cp = config(tmp_path, 2), 4
-    sizes_of = f"--cp {cp} --seq-len 4096 --context-parallel {way} --ranks 0 --dtype bfloat16"
-    done = CliRunner().invoke(app, ["explain", where, *sizes_of.split()])
-    assert done.exit_code == 0, done.output
+    cp = 4
+    text = explained(config(tmp_path, 2), f"--cp {cp} --seq-len 4096 --context-parallel {way} --dtype bfloat16")
     of = sizes(2, cp, itemsize=2)
     kept, rest = of.kept(way, 4096, masked=False), of.rest(4096)
     shown = [f"{n / 2**20:,.1f} MiB" for n in (of.sent(way, 4096), kept, rest, LAYERS * (kept + rest))]
-    text = " ".join(done.output.split())
     assert (
         f"context_parallel: {way!r} for 4096 tokens over cp=4: for each sequence an attention sends {shown[0]}" in text
     )
@@ -143,17 +146,13 @@ def test_explain_finds_no_fault_in_attention_over_parts_of_heads_and_tokens(
     way: Way, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(context_parallel, "LARGEST_MASK", 256)  # masks in runs, on tensors without values
-    options = f"--tp 2 --cp 2 --seq-len 64 --context-parallel {way} --ranks 0"
-    done = CliRunner().invoke(app, ["explain", config(tmp_path, 2), *options.split()])
-    assert done.exit_code == 0, done.output
-    assert "sees only" not in done.output
-    assert "all over cp of 2" in done.output
+    text = explained(config(tmp_path, 2), f"--tp 2 --cp 2 --seq-len 64 --context-parallel {way}")
+    assert "sees only" not in text
+    assert "all over cp of 2" in text
 
 
 def test_explain_says_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    options = ["--cp", "4", "--context-parallel", "auto", "--ranks", "0"]
     for length, way in ((64, "gather"), (4096, "ring")):
-        done = CliRunner().invoke(app, ["explain", config(tmp_path, 2), "--seq-len", str(length), *options])
-        assert done.exit_code == 0, done.output
+        explained(config(tmp_path, 2), f"--seq-len {length} --cp 4 --context-parallel auto")
         assert f"context_parallel='auto' is '{way}' for {length} tokens over cp=4: an attention sends" in caplog.text

@@ -19,6 +19,7 @@ import tpcore
 from tpcore import Mesh
 from tpcore.testing import run_ranks
 
+TWO = Mesh({"tp": 2})
 Dropped = tuple[str, Tensor, Tensor]
 """A function that drops elements, its input, and where it kept them."""
 
@@ -56,12 +57,18 @@ def dropping(family: str, **options: Any) -> Any:
     return families.made(kind, config)
 
 
-def masks_of(model: Any) -> list[Dropped]:
-    """What one step in training drops."""
-    options = {"use_cache": False} if hasattr(model.config, "use_cache") else {}
-    with Recorder() as recorder:
-        model.train()(**families.batch_of(model), **options)
-    return recorder.masks
+def masks(family: str, mesh: Mesh, features: dict[str, Any], **options: Any) -> list[list[Dropped]]:
+    """What one step in training drops, on each rank."""
+
+    def rank(ctx: tpcore.ParallelContext) -> list[Dropped]:
+        model: Any = tpcore.parallelize(dropping(family, **features), **options)
+        tpcore.random.manual_seed(3)
+        cache = {"use_cache": False} if hasattr(model.config, "use_cache") else {}
+        with Recorder() as recorder:
+            model.train()(**families.batch_of(model), **cache)
+        return recorder.masks
+
+    return run_ranks(mesh, rank)
 
 
 def check_law(ranks: list[list[Dropped]]) -> tuple[int, int]:
@@ -102,36 +109,20 @@ def test_functions_that_drop_in_eager_attention(family: str) -> None:
     assert apart(family, _attn_implementation="eager")
 
 
-def apart(family: str, **options: Any) -> int:
+def apart(family: str, **features: Any) -> int:
     """How many masks are of the ranks' own data; all hold the law."""
-
-    def rank(ctx: tpcore.ParallelContext) -> list[Dropped]:
-        model = tpcore.parallelize(dropping(family, **options))
-        tpcore.random.manual_seed(3)
-        return masks_of(model)
-
-    return check_law(run_ranks(Mesh({"tp": 2}), rank))[1]
+    return check_law(masks(family, TWO, features))[1]
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family", ["bert", "gpt2", "t5", "llama"])
 def test_tokens_that_are_spread_are_dropped_apart_too(family: str) -> None:
-    def rank(ctx: tpcore.ParallelContext) -> list[Dropped]:
-        model = tpcore.parallelize(dropping(family), sequence_parallel=True)
-        tpcore.random.manual_seed(3)
-        return masks_of(model)
-
-    replicated, apart = check_law(run_ranks(Mesh({"tp": 2}), rank))
+    replicated, apart = check_law(masks(family, TWO, {}, sequence_parallel=True))
     assert replicated <= 4 < apart or family == "llama"  # what is outside of the blocks
 
 
 def test_stages_and_microbatches_follow_the_law() -> None:
-    def rank(ctx: tpcore.ParallelContext) -> list[Dropped]:
-        model = tpcore.parallelize(dropping("gpt2"), num_microbatches=3)
-        tpcore.random.manual_seed(3)
-        return masks_of(model)
-
-    ranks = run_ranks(Mesh({"pp": 2, "tp": 2}), rank)
+    ranks = masks("gpt2", Mesh({"pp": 2, "tp": 2}), {}, num_microbatches=3)
     every = {tuple(kept.flatten().tolist()) for name, x, kept in ranks[0] + ranks[2] if x.ndim == 4}
     assert len(every) == 6  # three microbatches on two stages
     for stage in (ranks[:2], ranks[2:]):

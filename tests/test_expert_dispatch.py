@@ -14,8 +14,9 @@ import families
 import hf
 import pytest
 import torch
+from hf import mixtral
 from pipelines import assert_same_gradients
-from test_experts import EP_TP, WHOLE, batches, mixtral
+from test_experts import EP_TP, WHOLE, batches
 from tiers import tiers
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -47,15 +48,22 @@ def large() -> Any:
     return model
 
 
-def made(**options: Any) -> ShardedExperts:
-    return layer_of(tpcore.parallelize(large(), **options))
-
-
-def chosen(rank: int, tokens: int = 12) -> tuple[Tensor, Tensor, Tensor]:
+def chosen(rank: int) -> tuple[Tensor, Tensor, Tensor]:
     draw = torch.Generator().manual_seed(rank)
-    numbers = torch.rand(tokens, 4, generator=draw).topk(2).indices
-    x = torch.randn(tokens, 32, dtype=torch.float64, generator=draw)
-    return x, numbers, torch.rand(tokens, 2, dtype=torch.float64, generator=draw)
+    numbers = torch.rand(12, 4, generator=draw).topk(2).indices
+    x = torch.randn(12, 32, dtype=torch.float64, generator=draw)
+    return x, numbers, torch.rand(12, 2, dtype=torch.float64, generator=draw)
+
+
+SAME = {"rtol": 1e-12, "atol": 1e-12}  # float64: sums in another order
+
+
+def outcome(experts: Any, given: Any, *parameters: Tensor, mask: float | Tensor = 1) -> tuple[Tensor, ...]:
+    """What they make of these tokens, and the gradients of tokens, weights and ``parameters``."""
+    x, numbers, weights = given
+    leaves = x.clone().requires_grad_(), weights.clone().requires_grad_()
+    out = experts(leaves[0], numbers, leaves[1] * mask)
+    return out, *torch.autograd.grad(out.square().sum(), (*leaves, *parameters))
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -63,17 +71,13 @@ def test_all_to_all_with_room_is_what_gathering_makes(mesh: str) -> None:
     axes, options = MESHES[mesh]
 
     def rank(ctx: tpcore.ParallelContext) -> None:
-        x, numbers, weights = chosen(ctx.index(ctx.batch))
         found = []
         for way in ({}, {"dispatch": "all_to_all"}, {"dispatch": "all_to_all", "capacity_factor": 8.0}):
-            layer = made(**options, **way)
-            inputs = x.clone().requires_grad_(), weights.clone().requires_grad_()
-            out = layer(inputs[0], numbers, inputs[1])
+            layer = layer_of(tpcore.parallelize(large(), **options, **way))
+            found.append(outcome(layer, chosen(ctx.index(ctx.batch)), *layer.parameters()))
             assert str(layer.route).startswith(way.get("dispatch", "gathered"))
-            found.append((out, *torch.autograd.grad(out.square().sum(), (*inputs, *layer.parameters()))))
         for other in found[1:]:
-            for got, want in zip(other, found[0], strict=True):
-                torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)  # float64: sums in another order
+            torch.testing.assert_close(other, found[0], **SAME)
 
     run_ranks(Mesh(axes), rank)
 
@@ -126,18 +130,11 @@ def test_what_is_dropped_is_left_out_and_counted(mesh: str, factor: float) -> No
     def rank(ctx: tpcore.ParallelContext) -> float:
         model = tpcore.parallelize(large(), **options, capacity_factor=factor)
         layer, load, at = layer_of(model), tpcore.models.ExpertLoad(model), ctx.index(ctx.batch)
-        x, numbers, weights = given[at]
-        found = []
-        for experts, mask in ((layer, torch.ones(())), (whole, kept[at])):
-            inputs = x.clone().requires_grad_(), weights.clone().requires_grad_()
-            out = experts(inputs[0], numbers, inputs[1] * mask)
-            assert experts is whole or ep == 1 or str(layer.route).startswith("all_to_all" if exchanged else "gathered")
-            found.append((out, *torch.autograd.grad(out.square().sum(), inputs)))
-        for got, want in zip(*found, strict=True):
-            torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)  # float64: sums in another order
+        torch.testing.assert_close(outcome(layer, given[at]), outcome(whole, given[at], mask=kept[at]), **SAME)
+        assert ep == 1 or str(layer.route).startswith("all_to_all" if exchanged else "gathered")
         (told,) = load.read().values()
         load.close()
-        layer(x, numbers, weights)
+        layer(*given[at])
         assert load.read() == {}
         return told.dropped
 
@@ -280,16 +277,10 @@ def test_a_backends_kernel_computes_the_chosen_experts_and_one_program_all(name:
 
     def rank(ctx: tpcore.ParallelContext) -> None:
         layer, before = layer_of(tpcore.parallelize(make(), **options)), called()
-        x, numbers, weights = chosen(ctx.index(ctx.batch))
-        found = []
-        for experts in (layer, whole):
-            inputs = x.clone().requires_grad_(), weights.clone().requires_grad_()
-            out = experts(inputs[0], numbers, inputs[1])
-            found.append((out, *torch.autograd.grad(out.square().sum(), inputs)))
-        for got, want in zip(*found, strict=True):
-            torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)  # float64: sums in another order
+        given = chosen(ctx.index(ctx.batch))
+        torch.testing.assert_close(outcome(layer, given), outcome(whole, given), **SAME)
         assert (called() > before) == isinstance(ctx.backend, Kernel)
-        half, before = [t.half() if t.is_floating_point() else t for t in (x, numbers, weights)], called()
+        half, before = [t.half() if t.is_floating_point() else t for t in given], called()
         assert layer.half()(*half).isfinite().all()
         assert called() == before
 

@@ -9,23 +9,20 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import families
+import hf
 import pytest
 import torch
-import transformers
 from pipelines import part_of
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from test_experts import FEATURES, MAKES, WHOLE
 from tiers import tiers
 from torch import Tensor
 from transformers import core_model_loading as conversions
-from typer.testing import CliRunner
 
 import tpcore
 from tpcore import Mesh
 from tpcore.checkpoint.storage.tensorfile import FileTensor
 from tpcore.checkpoint.stored import MemoryShard
-from tpcore.cli.app import app
 from tpcore.models.weights import views
 from tpcore.testing import run_ranks
 
@@ -48,34 +45,6 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
     monkeypatch.setattr(FileTensor, "read", seen)
     return asked
-
-
-@pytest.mark.parametrize(
-    ("name", "mesh"),
-    tiers(product(["mixtral"], MESHES), slow=[("qwen3_moe", "ep 2 x tp 2"), ("glm4_moe", "tp 2, experts")]),
-)
-def test_a_rank_reads_of_each_expert_what_it_keeps(
-    name: str, mesh: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    axes, options = MESHES[mesh]
-    torch.manual_seed(0)
-    whole = MAKES[name]()
-    whole.save_pretrained(tmp_path)
-    full, one_expert = dict(whole.named_parameters()), whole.config.hidden_size * 64
-    asked = watched(monkeypatch)
-
-    def rank(ctx: tpcore.ParallelContext) -> int:
-        with tpcore.lazy():
-            lazy = type(whole).from_pretrained(tmp_path)
-        model: Any = tpcore.parallelize(lazy, **options)
-        for key, p in model.named_parameters():
-            assert torch.equal(p, part_of(full[key], p, ctx)), key
-        return sum(p.numel() for key, p in model.named_parameters() if ".experts." in key)
-
-    kept = sum(run_ranks(Mesh(axes), rank))
-    of_experts = [n for key, n in asked if ".experts." in key]
-    assert sum(of_experts) == kept
-    assert max(of_experts) <= one_expert  # no read, and so no buffer, is of more than one matrix of one expert
 
 
 @pytest.mark.parametrize(
@@ -105,9 +74,7 @@ def test_a_model_and_a_checkpoint_become_the_files_that_transformers_writes(
 
     run_ranks(Mesh(axes), rank)
     for out, more in (("one", []), ("many", ["--max-shard-size", "20KB"])):
-        given = ["checkpoint", "consolidate", str(tmp_path / "c"), str(tmp_path / out)]
-        said = CliRunner().invoke(app, [*given, "--config", str(tmp_path / "whole"), *more])
-        assert said.exit_code == 0, said.output
+        hf.consolidate(tmp_path / "c", tmp_path / out, tmp_path / "whole", *more)
     stored = load_file(tmp_path / "whole" / "model.safetensors")
     matrices = sum(".experts." in key for key in stored)
     assert matrices == sum(p.shape[0] * (2 if "gate_up" in key else 1) for key, p in experts_of(whole).items())
@@ -125,44 +92,18 @@ def experts_of(model: Any) -> dict[str, Tensor]:
     return {key: p for key, p in model.named_parameters() if ".experts." in key}
 
 
-def transposed(folder: Path) -> Any:
-    """Written as the first Qwen3-VL-MoE are: ``[experts, in, out]``, and in memory ``[experts, out, in]``."""
-    sizes = {"hidden_size": 32, "intermediate_size": 64}
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
-    experts = {"moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2, "rope_parameters": rope}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_hidden_layers": 2}
-    vision = {"depth": 1, "num_heads": 4, "out_hidden_size": 32, "patch_size": 4, "deepstack_visual_indexes": [0]}
-    config = transformers.Qwen3VLMoeConfig(
-        text_config={**sizes, **experts, **heads, "vocab_size": 99},
-        vision_config={**sizes, **vision, "num_position_embeddings": 16},
-    )
-    whole = transformers.Qwen3VLMoeForConditionalGeneration(config)
-    whole.save_pretrained(folder)
-    stored = load_file(folder / "model.safetensors")
-    stored |= {key: t.transpose(1, 2).contiguous() for key, t in stored.items() if ".experts." in key}
-    save_file(stored, folder / "model.safetensors", {"format": "pt"})
-    return whole
-
-
-def in_turns(folder: Path) -> Any:
-    """Inkling 2: gate and up alternate in the files."""
-    kind: Any = families.class_of("inkling2_text")
-    whole = kind(families.config_of("inkling2_text"))
-    whole.save_pretrained(folder)
-    return whole
-
-
-# of those in turns a rank's gates lie between ups, which are read and left
-@pytest.mark.parametrize(("make", "times"), [(transposed, 1), (in_turns, 2)])
-@pytest.mark.parametrize("options", [FEATURES, WHOLE], ids=["features", "experts"])
-def test_what_is_stored_transposed_or_in_turns_is_read_in_parts(
-    make: Any, times: int, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    tiers(product(["mixtral"], MESHES), slow=[("qwen3_moe", "ep 2 x tp 2"), ("glm4_moe", "tp 2, experts")]),
+)
+def test_a_rank_reads_of_each_expert_what_it_keeps(
+    name: str, mesh: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    axes, options = MESHES[mesh]
     torch.manual_seed(0)
-    whole = make(tmp_path)
-    full = dict(whole.named_parameters())
-    of_experts = {key: p for key, p in full.items() if ".experts." in key and "shared" not in key}
-    largest = max(p.numel() for p in of_experts.values())
+    whole = MAKES[name]()
+    whole.save_pretrained(tmp_path)
+    full, one_expert = dict(whole.named_parameters()), whole.config.hidden_size * 64
     asked = watched(monkeypatch)
 
     def rank(ctx: tpcore.ParallelContext) -> int:
@@ -171,13 +112,12 @@ def test_what_is_stored_transposed_or_in_turns_is_read_in_parts(
         model: Any = tpcore.parallelize(lazy, **options)
         for key, p in model.named_parameters():
             assert torch.equal(p, part_of(full[key], p, ctx)), key
-        return sum(p.numel() for key, p in model.named_parameters() if key in of_experts)
+        return sum(p.numel() for p in experts_of(model).values())
 
-    kept = sum(run_ranks(Mesh({"tp": 2}), rank))
-    read = [n for key, n in asked if ".experts." in key]
-    assert sum(of_experts[key].numel() for key in of_experts) == kept
-    assert kept <= sum(read) <= times * kept
-    assert max(read) <= largest // 2  # what a rank keeps: a whole tensor is nowhere
+    kept = sum(run_ranks(Mesh(axes), rank))
+    of_experts = [n for key, n in asked if ".experts." in key]
+    assert sum(of_experts) == kept
+    assert max(of_experts) <= one_expert  # no read, and so no buffer, is of more than one matrix of one expert
 
 
 def converters() -> dict[str, tuple[Any, list[list[Tensor]], list[tuple[int, ...]]]]:
@@ -211,8 +151,14 @@ def converters() -> dict[str, tuple[Any, list[list[Tensor]], list[tuple[int, ...
 @pytest.mark.parametrize("name", converters())
 def test_a_part_of_a_view_is_that_part_of_what_transformers_makes(name: str) -> None:
     converter, sources, shapes = converters()[name]
-    shards = [[MemoryShard(t) for t in group] for group in sources]
-    found = views(converter, shards, shapes)
+    entries: list[int] = []
+
+    class Counted(MemoryShard):
+        def read(self, starts: Sequence[int], out: Tensor, check: bool) -> None:
+            entries.append(out.numel())
+            super().read(starts, out, check)
+
+    found = views(converter, [[Counted(t) for t in group] for group in sources], shapes)
     assert found is not None
     targets = dict(zip(converter.target_patterns, shapes, strict=True))
     like: Any = SimpleNamespace(get_parameter=lambda key: torch.empty(targets[key], device="meta"))
@@ -230,6 +176,8 @@ def test_a_part_of_a_view_is_that_part_of_what_transformers_makes(name: str) -> 
             out = torch.full([high - low for low, high in ends], torch.nan)
             view.read([low for low, _ in ends], out, False)
             assert torch.equal(out, want[tuple(slice(*one) for one in ends)])
+            assert sum(entries) <= out.numel() * (2 if "turns" in name else 1)  # what lies between is read and left
+            entries.clear()
 
 
 def test_what_no_view_is_of_is_made_whole() -> None:

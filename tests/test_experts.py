@@ -12,27 +12,21 @@ import hf
 import pytest
 import torch
 import transformers
-from hf import TINY, assert_equals_whole
+from hf import TINY, assert_equals_whole, mixtral
 from pipelines import assert_same_gradients
 from tiers import tiers
 from torch import Tensor
-from typer.testing import CliRunner
 
 import tpcore
 from tpcore import Mesh
-from tpcore.cli.app import app
 from tpcore.testing import run_ranks
 
-SIZES = {**TINY, "num_key_value_heads": 4, "num_hidden_layers": 2, "experts_implementation": "eager"}
+SIZES = {**TINY, "num_key_value_heads": 4, "experts_implementation": "eager"}
 ROUNDS = 1e-6  # norms and routers of transformers compute in float32, whose step is 1e-7
 FEATURES: dict[str, Any] = {}
 WHOLE = {"expert_parallel": True}
 EXCHANGED: dict[str, Any] = {"dispatch": "all_to_all"}
 WAYS = pytest.mark.parametrize("options", [FEATURES, WHOLE], ids=["features", "experts"])
-
-
-def mixtral(**options: Any) -> Any:
-    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**{**SIZES, "num_local_experts": 4, **options}))
 
 
 def qwen(**options: Any) -> Any:
@@ -75,17 +69,8 @@ BY_STAGES = {
 @pytest.mark.parametrize("mesh", BY_STAGES)
 def test_stages(mesh: str) -> None:
     axes, options = BY_STAGES[mesh]
-    whole, batch = hf.double(mixtral), hf.text(length=6)
-    batch = {name: torch.cat([t[:2], t[:2]]) for name, t in batch.items()}  # as many labels in each microbatch
-    whole(**batch).loss.backward()
-
-    def rank(ctx: tpcore.ParallelContext) -> None:
-        model: Any = tpcore.parallelize(hf.double(mixtral), num_microbatches=2, **options)
-        model(**batch).loss.backward()
-        tpcore.reduce_gradients(model)
-        assert_same_gradients(model, whole, ctx, ROUNDS, ROUNDS)
-
-    run_ranks(Mesh(axes), rank)
+    batch = {name: torch.cat([t[:2], t[:2]]) for name, t in hf.text(length=6).items()}  # as many labels in each half
+    assert_equals_whole(mixtral, (axes,), batch, tolerance=ROUNDS, num_microbatches=2, **options)
 
 
 @pytest.mark.parametrize(
@@ -143,10 +128,6 @@ def batches(dp: int) -> list[list[dict[str, Tensor]]]:
     return [[{"input_ids": one, "labels": one} for one in step] for step in ids]
 
 
-def joined(step: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    return {name: torch.cat([one[name] for one in step]) for name in step[0]}
-
-
 DP_TP, EP_TP = {"dp": 2, "tp": 2}, {"dp": 1, "ep": 2, "tp": 2}
 MESHES = {
     "dp 2 x tp 2": (DP_TP, FEATURES),
@@ -168,17 +149,8 @@ def optimizer_of(model: Any, zero1: bool) -> Any:
 
 @cache
 def of_the_whole(examples: int) -> list[float]:
-    """Losses and norms of twenty steps in one process."""
     whole: Any = hf.double(mixtral)
-    plain, found = optimizer_of(whole, zero1=False), []
-    for step in batches(examples):
-        plain.zero_grad()
-        loss = whole(**joined(step)).loss
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
-        plain.step()
-        found += [float(loss.detach()), float(norm)]
-    return found
+    return hf.plain_steps(whole, optimizer_of(whole, zero1=False), batches(examples))
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -191,18 +163,11 @@ def test_twenty_clipped_steps(zero1: bool, mesh: str) -> None:
 
     def rank(ctx: tpcore.ParallelContext) -> list[float]:
         model: Any = tpcore.parallelize(hf.double(mixtral), **options)
-        optimizer, losses = optimizer_of(model, zero1), []
-        for step in batches(examples):
-            optimizer.zero_grad()
-            loss = model(**step[ctx.index(ctx.batch)]).loss
-            loss.backward()
-            norm = tpcore.optimizer_step(optimizer, max_norm=0.5)
-            losses += [float(ctx.batch.all_reduce(loss.detach()) / examples), float(norm)]
-        return losses
+        return hf.parallel_steps(ctx, model, optimizer_of(model, zero1), batches(examples))
 
-    for losses in run_ranks(Mesh(axes), rank):
+    for found in run_ranks(Mesh(axes), rank):
         # Adam divides by the root of small squares, which grows the float32 rounding of norms and routers
-        assert losses == pytest.approx(want, rel=1e-5)
+        assert found == pytest.approx(want, rel=1e-5)
     assert any(a != b for a, b in pairwise(want[::2]))
 
 
@@ -221,30 +186,26 @@ def test_a_checkpoint_opens_however_experts_are_sharded(saved: str, tmp_path: Pa
         tpcore.optimizer_step(optimizer, max_norm=0.5)
         return {key: t.clone() for key, t in tpcore.models.full_state_dict(model).items()}
 
-    def made(options: dict[str, Any], zero1: bool) -> tuple[Any, Any]:
+    def states(options: dict[str, Any], zero1: bool, loads: bool) -> tuple[dict[str, Tensor], ...]:
+        """Before and after the second step."""
         model: Any = tpcore.parallelize(hf.double(mixtral), **options)
-        return model, optimizer_of(model, zero1)
-
-    def save(ctx: tpcore.ParallelContext, options: dict[str, Any], zero1: bool) -> tuple[dict[str, Tensor], ...]:
-        model, optimizer = made(options, zero1)
-        before = stepped(model, optimizer)
-        tpcore.checkpoint.save({"model": model.state_dict(), "optimizer": optimizer}, path)
-        return before, stepped(model, optimizer)
-
-    def load(ctx: tpcore.ParallelContext, options: dict[str, Any], zero1: bool) -> tuple[dict[str, Tensor], ...]:
-        model, optimizer = made(options, zero1)
-        tpcore.checkpoint.load(path, model, optimizer=optimizer)
+        optimizer = optimizer_of(model, zero1)
+        if loads:
+            tpcore.checkpoint.load(path, model, optimizer=optimizer)
+        else:
+            stepped(model, optimizer)
+            tpcore.checkpoint.save({"model": model.state_dict(), "optimizer": optimizer}, path)
         before = {key: t.clone() for key, t in tpcore.models.full_state_dict(model).items()}
         return before, stepped(model, optimizer)
 
     at, (axes, options) = list(SAVED).index(saved), SAVED[saved]
     zero1 = at % 2 == 0
-    of_stages = run_ranks(Mesh(axes), lambda ctx: save(ctx, options, zero1))
+    of_stages = run_ranks(Mesh(axes), lambda ctx: states(options, zero1, False))
     before, after = ({key: t for rank in of_stages for key, t in rank[i].items()} for i in range(2))
     # what is stored is whole tensors, whoever wrote them: one opens on all, each other on two
     others = range(len(SAVED)) if saved == "pp 2 x ep 2" else (at + 1, at + 3)
     for new, how in (list(SAVED.values())[i % len(SAVED)] for i in others):
-        ranks = run_ranks(Mesh(new), lambda ctx, how=how: load(ctx, how, not zero1))
+        ranks = run_ranks(Mesh(new), lambda ctx, how=how: states(how, not zero1, True))
         assert {key for loaded, _ in ranks for key in loaded} == before.keys()
         for loaded, later in ranks:
             assert all(torch.equal(t, before[key]) for key, t in loaded.items())
@@ -252,9 +213,7 @@ def test_a_checkpoint_opens_however_experts_are_sharded(saved: str, tmp_path: Pa
                 torch.testing.assert_close(t, after[key], rtol=ROUNDS, atol=ROUNDS, msg=key)
     whole = mixtral()
     whole.save_pretrained(tmp_path / "config")
-    given = ["checkpoint", "consolidate", str(path), str(tmp_path / "files"), "--config", str(tmp_path / "config")]
-    said = CliRunner().invoke(app, given)
-    assert said.exit_code == 0, said.output
+    hf.consolidate(path, tmp_path / "files", tmp_path / "config")
     opened = type(whole).from_pretrained(tmp_path / "files", dtype=torch.float64).state_dict()
     assert opened.keys() == before.keys()
     assert all(torch.equal(t, before[key]) for key, t in opened.items())
@@ -263,7 +222,8 @@ def test_a_checkpoint_opens_however_experts_are_sharded(saved: str, tmp_path: Pa
 @pytest.mark.parametrize("options", [FEATURES, WHOLE, {**WHOLE, "sequence_parallel": True}])
 def test_the_load_of_experts_is_that_of_all_data_ranks(options: dict[str, Any]) -> None:
     whole, (step,) = hf.double(mixtral), batches(2)[:1]
-    logits = whole(**joined(step), output_router_logits=True).router_logits
+    ids = torch.cat([one["input_ids"] for one in step])
+    logits = whole(ids, output_router_logits=True).router_logits
     want = [torch.bincount(one.topk(2).indices.flatten(), minlength=4).double() for one in logits]
 
     def rank(ctx: tpcore.ParallelContext) -> None:
@@ -296,8 +256,4 @@ def test_a_model_without_experts_has_no_load() -> None:
 
 
 def test_recomputed_layers_of_experts_have_the_same_tokens() -> None:
-    def run(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        hf.recompute(model)
-        return hf.step(model, batch)
-
-    assert_equals_whole(mixtral, (2,), run=run, tolerance=ROUNDS, sequence_parallel=True, expert_parallel=True)
+    assert_equals_whole(mixtral, (2,), run=hf.recomputed, tolerance=ROUNDS, sequence_parallel=True, **WHOLE)

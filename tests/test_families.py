@@ -28,31 +28,25 @@ WORK = f"{LIST} {OTHERS}".split()
 OURS = set(KINDS)
 
 
-@pytest.mark.parametrize("family", WORK)
-def test_a_family_of_the_list_equals_the_whole(family: str) -> None:
-    assert verdict(family).works
-
-
 newest = pytest.mark.skipif(
     transformers.__version__ != MADE_WITH,
     reason="older releases have no plan for the features of some experts, and none that pass by those of other ranks",
 )
 
 
-DENSE = ["bert", "gptj", "t5", "bloom", "falcon", "vit", "phi3"]
-
-
-@pytest.mark.parametrize("family", [*DENSE, pytest.param("mimo_v2_flash", marks=newest)])
-def test_on_four_ranks(family: str) -> None:
-    assert verdict(family, 4).works
-
-
 @pytest.mark.parametrize(
     ("family", "degree", "features"),
-    [(family, 2, features) for family in FEATURES for features in FEATURES[family]]
-    + [("stablelm", 4, {"qk_layernorm": True}), ("cohere", 4, {"use_qk_norm": True})],
+    [
+        *((family, 2, {}) for family in WORK),
+        *((family, 4, {}) for family in ("bert", "gptj", "t5", "bloom", "falcon", "vit", "phi3")),
+        pytest.param("mimo_v2_flash", 4, {}, marks=newest),
+        *((family, 2, features) for family in FEATURES for features in FEATURES[family]),
+        ("stablelm", 4, {"qk_layernorm": True}),
+        ("cohere", 4, {"use_qk_norm": True}),
+    ],
+    ids=str,
 )
-def test_with_an_optional_feature(family: str, degree: int, features: dict[str, Any]) -> None:
+def test_a_family_equals_the_whole(family: str, degree: int, features: dict[str, Any]) -> None:
     assert verdict(family, degree, features).works
 
 
@@ -82,19 +76,14 @@ WHOLE_EXPERTS = ("mixtral", "qwen2_moe", "deepseek_v2", "aria_text", "granitemoe
 
 
 @newest
-@pytest.mark.parametrize("family", EXPERTS)
-def test_features_of_experts_are_sharded(family: str) -> None:
-    found = verdict(family)
+@pytest.mark.parametrize(
+    ("family", "whole", "most"),
+    [*((family, False, 0.6) for family in EXPERTS), *((family, True, 0.65) for family in WHOLE_EXPERTS)],
+)
+def test_a_rank_has_features_of_experts_or_some_of_them(family: str, whole: bool, most: float) -> None:
+    found = verdict(family, **({"expert_parallel": True} if whole else {}))
     assert found.works
-    assert found.share < 0.6
-
-
-@newest
-@pytest.mark.parametrize("family", WHOLE_EXPERTS)
-def test_whole_experts_are_distributed(family: str) -> None:
-    found = verdict(family, expert_parallel=True)
-    assert found.works
-    assert found.share < 0.65
+    assert found.share < most
 
 
 @newest

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from hf import GPT2, TINY, llama
+from hf import GPT2, T5, TINY, llama, mixtral, phi3
 from torch import nn
 
 import tpcore
@@ -24,9 +24,9 @@ PROMPTS = [[5, 17, 9, 40, 41, 3, 77, 8, 23, 50, 51, 4], [30, 31, 60]]
 LENGTH = 32
 
 
-def whole() -> Any:
+def whole(make: Callable[[], Any] = lambda: llama(num_key_value_heads=1)) -> Any:
     torch.manual_seed(0)
-    model = llama(num_key_value_heads=1).eval()
+    model = make().eval()
     with torch.no_grad():
         for p in model.parameters():  # larger than they are made, so that tokens differ from each other
             p.mul_(4)
@@ -189,9 +189,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "gemma3, with two kinds of layers": lambda: T.Gemma3ForCausalLM(
         T.Gemma3TextConfig(**TINY, num_key_value_heads=2, head_dim=8, sliding_window=32)
     ),
-    "phi3, with one projection of queries, keys and values": lambda: T.Phi3ForCausalLM(
-        T.Phi3Config(**TINY, num_key_value_heads=2)
-    ),
+    "phi3, with one projection of queries, keys and values": phi3,
 }
 
 
@@ -242,8 +240,7 @@ def test_models_that_keep_something_else_are_refused() -> None:
     mistral = T.MistralConfig(**TINY, num_key_value_heads=2, sliding_window=8)
     refused(lambda: T.MistralForCausalLM(mistral), 16, "sliding_window=8")
     refused(lambda: T.BertModel(T.BertConfig(**TINY)), 16, "no causal language model")
-    t5 = T.T5Config(vocab_size=99, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4)
-    refused(lambda: T.T5ForConditionalGeneration(t5), 16, "no causal language model")
+    refused(lambda: T.T5ForConditionalGeneration(T.T5Config(**T5)), 16, "no causal language model")
     mamba = T.MambaConfig(vocab_size=99, hidden_size=32, num_hidden_layers=1)
     refused(lambda: T.MambaForCausalLM(mamba), 16, "no causal language model")
     bloom = T.BloomConfig(vocab_size=99, hidden_size=32, n_layer=1, n_head=4)
@@ -251,13 +248,7 @@ def test_models_that_keep_something_else_are_refused() -> None:
 
 
 def _experts() -> Any:
-    torch.manual_seed(0)
-    sizes = {**TINY, "num_key_value_heads": 4, "num_hidden_layers": 2}
-    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, num_local_experts=8)).eval()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.mul_(4)
-    return model
+    return whole(lambda: mixtral(num_local_experts=8, experts_implementation=None))
 
 
 @pytest.mark.slow
@@ -269,11 +260,11 @@ def test_a_model_of_experts_is_traced_and_served(options: dict[str, Any], tmp_pa
     with tpcore.models.trace_causal_lm(lambda: tpcore.parallelize(_experts(), **options), 2, **lengths) as model:
         parallel_model_save(model, tmp_path / "traced")
 
-    def whole(ctx: tpcore.ParallelContext) -> list[int]:
+    def alone(ctx: tpcore.ParallelContext) -> list[int]:
         kept = options if "capacity_factor" in options else {}
         return expected(tpcore.parallelize(_experts(), **kept), PROMPTS[0][:8], 12)
 
-    (want,) = run_ranks(Mesh({"tp": 1}), whole)
+    (want,) = run_ranks(Mesh({"tp": 1}), alone)
     assert "capacity_factor" not in options or want != expected(_experts(), PROMPTS[0][:8], 12)  # it drops some
     with parallel_model_load(tmp_path / "traced", timeout=60) as model:
         assert listed(generate(model, [PROMPTS[0][:8]], max_new_tokens=12)) == [want]

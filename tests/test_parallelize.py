@@ -9,7 +9,8 @@ import hf
 import pytest
 import torch
 import transformers
-from hf import GPT2, NO_DROPOUT, TINY, assert_equals_whole, llama, text
+from hf import GPT2, NO_DROPOUT, TINY, assert_equals_whole, llama, mixtral, phi3, recomputed, text
+from worlds import each_rank
 
 import tpcore
 from tpcore import Block, Mesh
@@ -18,10 +19,6 @@ from tpcore.testing.threads import ThreadTransport
 
 TWO = Mesh({"tp": 2})
 QWEN3 = {**TINY, "num_key_value_heads": 2, "head_dim": 8}
-
-
-def phi3() -> Any:
-    return transformers.Phi3ForCausalLM(transformers.Phi3Config(**TINY, num_key_value_heads=2))
 
 
 def gpt_neox() -> Any:
@@ -59,41 +56,27 @@ def test_equals_the_whole_model(name: str, sequence_parallel: bool) -> None:
     )
 
 
-def test_gathered_projections() -> None:
-    """The plan of transformers for Phi-3, which tpcore's overrides."""
-    attention = "model.layers.*.self_attn"
-    plan = {f"{attention}.qkv_proj": "colwise_gather_output", f"{attention}.o_proj": "rowwise_split_input"}
-    assert_equals_whole(phi3, (2,), plan=plan)
-
-
-def test_an_attention_that_reads_the_configuration_has_its_own_heads() -> None:
-    def rank(ctx: tpcore.ParallelContext) -> None:
-        model = tpcore.parallelize(phi3())
-        inner = model.model.layers[0].self_attn
-        assert inner.config.num_attention_heads == 2
-        assert model.config.num_attention_heads == 4
-        model.set_attn_implementation("eager")
-        assert inner.config._attn_implementation == "eager"
-        assert not hasattr(inner.config, "of_no_model")
-
-    run_ranks(TWO, rank)
+@each_rank(tp=2)
+def test_an_attention_that_reads_the_configuration_has_its_own_heads(ctx: tpcore.ParallelContext) -> None:
+    model: Any = tpcore.parallelize(phi3())
+    inner = model.model.layers[0].self_attn
+    assert inner.config.num_attention_heads == 2
+    assert model.config.num_attention_heads == 4
+    model.set_attn_implementation("eager")
+    assert inner.config._attn_implementation == "eager"
+    assert not hasattr(inner.config, "of_no_model")
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "tokens"])
 def test_activation_checkpointing(sequence_parallel: bool) -> None:
-    def run(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        hf.recompute(model)
-        return hf.step(model, batch)
-
-    assert_equals_whole(llama, (2,), run=run, tolerance=ROUNDS, sequence_parallel=sequence_parallel)
+    assert_equals_whole(llama, (2,), run=recomputed, tolerance=ROUNDS, sequence_parallel=sequence_parallel)
 
 
 def test_gradients_accumulate() -> None:
     """A norm of heads sees a part of its gradient on each rank: what is summed must not be summed again."""
 
     def run(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        for _ in range(2):
-            model(**batch).loss.backward()
+        model(**batch).loss.backward()
         return hf.step(model, batch)
 
     assert_equals_whole(MODELS["qwen3, normed heads"], (2,), run=run, tolerance=ROUNDS)
@@ -117,14 +100,11 @@ def test_an_odd_number_of_tokens_stays_whole() -> None:
     assert_equals_whole(llama, (2,), text(length=7), sequence_parallel=True)
 
 
-def test_an_odd_number_of_tokens_and_checkpointing_is_an_error() -> None:
-    def rank(ctx: tpcore.ParallelContext) -> None:
-        model = tpcore.parallelize(llama(), sequence_parallel=True).train()
-        hf.recompute(model)
-        with pytest.raises(ValueError, match="pad the batch to a multiple of 2"):
-            model(**text(length=7))
-
-    run_ranks(TWO, rank)
+@each_rank(tp=2)
+def test_an_odd_number_of_tokens_and_checkpointing_is_an_error(ctx: tpcore.ParallelContext) -> None:
+    model = tpcore.parallelize(llama(), sequence_parallel=True)
+    with pytest.raises(ValueError, match="pad the batch to a multiple of 2"):
+        recomputed(model, text(length=7))
 
 
 def calls(make: Any = llama, **options: Any) -> dict[str, int]:
@@ -194,11 +174,6 @@ def codegen() -> Any:
     return transformers.CodeGenForCausalLM(transformers.CodeGenConfig(**sizes))
 
 
-def mixtral() -> Any:
-    config = transformers.MixtralConfig(**{**TINY, "intermediate_size": 33}, num_key_value_heads=2)
-    return transformers.MixtralForCausalLM(config)
-
-
 def trained() -> Any:
     model = llama()
     model(**text()).loss.backward()
@@ -228,7 +203,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         r"mlp.experts.gate_up_proj_bias \(GptOssExperts\) has no style, and no known meaning",
     ),
     "features of experts": (
-        mixtral,
+        lambda: mixtral(intermediate_size=33),
         {},
         r"tp=2 does not fit MixtralForCausalLM: .*\*.mlp.experts.down_proj has 33 features of each expert; .*"
         "Degrees that fit: 1$",
@@ -251,14 +226,12 @@ def test_all_misfits_are_named_with_the_degrees_that_fit() -> None:
     )
 
 
-def test_other_modules_and_a_sharded_model_are_refused() -> None:
-    def rank(ctx: tpcore.ParallelContext) -> None:
-        with pytest.raises(TypeError, match="a model of transformers, not a Linear"):
-            tpcore.parallelize(torch.nn.Linear(2, 2))
-        with pytest.raises(ValueError, match="this LlamaForCausalLM is sharded already"):
-            tpcore.parallelize(tpcore.parallelize(llama()))
-
-    run_ranks(TWO, rank)
+@each_rank(tp=2)
+def test_other_modules_and_a_sharded_model_are_refused(ctx: tpcore.ParallelContext) -> None:
+    with pytest.raises(TypeError, match="a model of transformers, not a Linear"):
+        tpcore.parallelize(torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="this LlamaForCausalLM is sharded already"):
+        tpcore.parallelize(tpcore.parallelize(llama()))
 
 
 def test_what_stays_whole_is_said(caplog: pytest.LogCaptureFixture) -> None:
@@ -270,27 +243,16 @@ def test_what_stays_whole_is_said(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_an_optimizer_made_before_goes_on_working() -> None:
-    torch.manual_seed(0)
-    whole = llama(tie_word_embeddings=True)
+    def made() -> tuple[Any, torch.optim.Optimizer]:
+        model = hf.double(lambda: llama(tie_word_embeddings=True))
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
-    def train(model: Any, optimizer: torch.optim.Optimizer, norm: Any) -> list[float]:
-        losses = []
-        for _ in range(4):
-            optimizer.zero_grad()
-            loss = model(**text()).loss
-            loss.backward()
-            norm(model.parameters(), 0.5)
-            optimizer.step()
-            losses.append(loss.item())
-        return losses
-
-    expected = train(whole, torch.optim.AdamW(whole.parameters(), lr=1e-2), torch.nn.utils.clip_grad_norm_)
+    batches = [[text()]] * 4
+    expected = hf.plain_steps(*made(), batches)
 
     def rank(ctx: tpcore.ParallelContext) -> list[float]:
-        torch.manual_seed(0)
-        model = llama(tie_word_embeddings=True)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        return train(tpcore.parallelize(model), optimizer, tpcore.clip_grad_norm)
+        model, optimizer = made()
+        return hf.plain_steps(tpcore.parallelize(model), optimizer, batches, tpcore.clip_grad_norm)
 
-    for losses in run_ranks(TWO, rank):
-        assert losses == pytest.approx(expected, abs=1e-5)  # float32
+    for found in run_ranks(TWO, rank):
+        assert found == pytest.approx(expected, rel=ROUNDS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,14 @@ import hf
 import pytest
 import torch
 import transformers
-from hf import GPT2, NO_DROPOUT, TINY, llama, text
+from hf import GPT2, NO_DROPOUT, T5, TINY, llama, text
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from typer.testing import CliRunner
+from worlds import each_rank
 
 import tpcore
 from tpcore import CheckpointError, Mesh
-from tpcore.cli.app import app
 from tpcore.testing import run_ranks
 
 TWO = Mesh({"tp": 2})
@@ -36,19 +36,14 @@ def bert(kind: str = "BertForMaskedLM") -> Any:
     return getattr(transformers, kind)(transformers.BertConfig(**TINY, **NO_DROPOUT))
 
 
+T = transformers
 MODELS: dict[str, Callable[[], Any]] = {
     "llama, one key head, tied": lambda: llama(num_key_value_heads=1, tie_word_embeddings=True),
-    "gpt_neox, whose head has another name": lambda: transformers.GPTNeoXForCausalLM(
-        transformers.GPTNeoXConfig(**TINY)
-    ),
+    "gpt_neox, whose head has another name": lambda: T.GPTNeoXForCausalLM(T.GPTNeoXConfig(**TINY)),
     "gpt2": gpt2,
     "bert": bert,
-    "vit, whose layers have other names": lambda: transformers.ViTForImageClassification(
-        transformers.ViTConfig(**IMAGE)
-    ),
-    "t5": lambda: transformers.T5ForConditionalGeneration(
-        transformers.T5Config(vocab_size=99, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4)
-    ),
+    "vit, whose layers have other names": lambda: T.ViTForImageClassification(T.ViTConfig(**IMAGE)),
+    "t5": lambda: T.T5ForConditionalGeneration(T.T5Config(**T5)),
 }
 
 
@@ -82,9 +77,7 @@ def test_read_by_parts_and_written_whole(name: str, tmp_path: Path) -> None:
     run_ranks(TWO, rank)
     index = json.loads((tmp_path / "again" / "model.safetensors.index.json").read_text())["weight_map"]
     assert len(set(index.values())) > 1
-    command = ["checkpoint", "consolidate", str(tmp_path / "run"), str(tmp_path / "consolidated")]
-    done = CliRunner().invoke(app, [*command, "--config", str(tmp_path / "whole" / "config.json")])
-    assert done.exit_code == 0, done.output
+    hf.consolidate(tmp_path / "run", tmp_path / "consolidated", tmp_path / "whole" / "config.json")
     with (
         safe_open(tmp_path / "whole" / "model.safetensors", "pt") as file,
         safe_open(tmp_path / "consolidated" / "model.safetensors", "pt") as made,
@@ -106,12 +99,9 @@ def test_a_configuration_of_another_model_is_refused(tmp_path: Path) -> None:
         tpcore.checkpoint.save({"model": tpcore.parallelize(llama()).state_dict()}, str(tmp_path / "run"))
 
     run_ranks(TWO, rank)
-    command = ["checkpoint", "consolidate", str(tmp_path / "run"), str(tmp_path / "again"), "--config"]
     (tmp_path / "empty.json").write_text("{}")
     for config, wrong in ((tmp_path / "other", "also has model.layers.2"), (tmp_path / "empty.json", "no model class")):
-        done = CliRunner().invoke(app, [*command, str(config)])
-        assert done.exit_code == 2
-        assert wrong in done.output
+        assert wrong in hf.consolidate(tmp_path / "run", tmp_path / "again", config, exit_code=2)
     assert not (tmp_path / "again").exists()
 
 
@@ -147,15 +137,12 @@ def test_files_of_another_model_are_refused(tmp_path: Path) -> None:
     run_ranks(TWO, rank)
 
 
-def test_a_full_disk_is_an_error_on_every_rank(tmp_path: Path) -> None:
+@each_rank(tp=2)
+def test_a_full_disk_is_an_error_on_every_rank(ctx: tpcore.ParallelContext, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-
-    def rank(ctx: tpcore.ParallelContext) -> None:
-        model = tpcore.parallelize(llama())
-        with pytest.raises((CheckpointError, RuntimeError, OSError), match="file"):
-            model.save_pretrained(tmp_path / "file" / "below")
-
-    run_ranks(TWO, rank)
+    model: Any = tpcore.parallelize(llama())
+    with pytest.raises((CheckpointError, RuntimeError, OSError), match="file"):
+        model.save_pretrained(tmp_path / "file" / "below")
 
 
 State = dict[str, Tensor]
@@ -211,7 +198,8 @@ def untied_values(state: State) -> State:
     return state | {"lm_head.weight": state["model.embed_tokens.weight"] + 1}
 
 
-LLAMA = lambda **options: hf.llama(num_key_value_heads=4, **options)  # noqa: E731
+TIED = partial(llama, num_key_value_heads=4, tie_word_embeddings=True)
+LLAMA = partial(llama, num_key_value_heads=4)
 FILES: dict[str, tuple[Callable[[], Any], Callable[[State], State], str]] = {
     "gpt2 of the hub": (gpt2, of_the_hub, "GPT2LMHeadModel"),
     "gpt2 of the hub, base": (gpt2, of_the_hub, "GPT2Model"),
@@ -221,8 +209,8 @@ FILES: dict[str, tuple[Callable[[], Any], Callable[[State], State], str]] = {
     "llama with inv_freq": (LLAMA, with_frequencies, "LlamaForCausalLM"),
     "llama, base": (LLAMA, with_frequencies, "LlamaModel"),
     "llama, new head": (LLAMA, dict, "LlamaForSequenceClassification"),
-    "tied, both in the file": (lambda: LLAMA(tie_word_embeddings=True), untied_names, "LlamaForCausalLM"),
-    "said to be tied, different": (lambda: LLAMA(tie_word_embeddings=True), untied_values, "LlamaForCausalLM"),
+    "tied, both in the file": (TIED, untied_names, "LlamaForCausalLM"),
+    "said to be tied, different": (TIED, untied_values, "LlamaForCausalLM"),
 }
 
 

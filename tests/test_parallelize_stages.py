@@ -11,6 +11,7 @@ import torch
 import transformers
 from hf import GPT2, NO_DROPOUT, TINY
 from pipelines import assert_same_gradients, part_of
+from worlds import each_rank
 
 import tpcore
 from tpcore import CheckpointError, Mesh
@@ -47,9 +48,8 @@ def text() -> dict[str, torch.Tensor]:
 )
 def test_equals_the_whole_model(name: str, pp: int, tp: int, sequence_parallel: bool) -> None:
     whole = hf.double(MODELS[name])
-    whole(**text()).loss.backward()
-    want = whole(**text()).loss.detach()
-    full = dict(whole.named_parameters())
+    want = whole(**text()).loss
+    want.backward()
 
     def rank(ctx: tpcore.ParallelContext) -> set[str]:
         for engine in ("layers", "lockstep"):
@@ -65,7 +65,7 @@ def test_equals_the_whole_model(name: str, pp: int, tp: int, sequence_parallel: 
         return {key for key, _ in model.named_parameters()}
 
     names = run_ranks(Mesh({"pp": pp, "dp": 1, "tp": tp}), rank)
-    assert set().union(*names) == set(full)
+    assert set().union(*names) == {key for key, _ in whole.named_parameters()}
 
 
 def test_stages_need_a_number_of_microbatches() -> None:
@@ -75,47 +75,39 @@ def test_stages_need_a_number_of_microbatches() -> None:
 
 @pytest.mark.parametrize("name", ["output_router_logits", "output_hidden_states", "output_attentions"])
 @pytest.mark.parametrize("pp", [1, 2])
-def test_what_is_collected_in_layers_is_refused(name: str, pp: int) -> None:
+@each_rank(pp="pp", dp=1, tp=1)
+def test_what_is_collected_in_layers_is_refused(ctx: tpcore.ParallelContext, name: str, pp: int) -> None:
     """It would be that of one stage and one microbatch, and so would a loss of routers."""
-    sizes = {**TINY, "num_key_value_heads": 4, "num_local_experts": 4, "experts_implementation": "eager"}
     batch = {"input_ids": hf.text()["input_ids"]}
-
-    def rank(ctx: tpcore.ParallelContext) -> None:
-        for options in ({}, {name: True}):
-            config = transformers.MixtralConfig(**sizes, **options, attn_implementation="eager")
-            model: Any = tpcore.parallelize(transformers.MixtralForCausalLM(config), num_microbatches=3)
-            given = {} if options else {name: True}
-            engine = tpcore.PipelineModel(model, 3)
-            for call in (model, model.model, engine.run_train):
-                with pytest.raises(ValueError, match=f"{name}=True with num_microbatches: it is collected in the lay"):
-                    call(**batch, **given)
-
-    run_ranks(Mesh({"pp": pp, "dp": 1, "tp": 1}), rank)
+    for options in ({}, {name: True}):
+        model = tpcore.parallelize(hf.mixtral(**options, attn_implementation="eager"), num_microbatches=3)
+        given = {} if options else {name: True}
+        engine = tpcore.PipelineModel(model, 3)
+        for call in (model, model.model, engine.run_train):
+            with pytest.raises(ValueError, match=f"{name}=True with num_microbatches: it is collected in the lay"):
+                call(**batch, **given)
 
 
 @pytest.mark.parametrize("name", ["input_ids", "labels"])
-def test_stages_with_other_batches_are_refused(name: str) -> None:
+@each_rank(pp=2, dp=1, tp=1)
+def test_stages_with_other_batches_are_refused(ctx: tpcore.ParallelContext, name: str) -> None:
     """They share the vocabulary, which would mix them up."""
-
-    def rank(ctx: tpcore.ParallelContext) -> None:
-        model: Any = tpcore.parallelize(hf.llama(), num_microbatches=3)
-        batch = hf.text()
-        batch[name] = batch[name].roll(ctx.coord("pp"), 1)
-        with pytest.raises(ValueError, match=f"stages 0 and 1 .* differ in {name}: .*takes ctx.index"):
-            model(**batch)
-
-    run_ranks(Mesh({"pp": 2, "dp": 1, "tp": 1}), rank)
+    model: Any = tpcore.parallelize(hf.llama(), num_microbatches=3)
+    batch = hf.text()
+    batch[name] = batch[name].roll(ctx.coord("pp"), 1)
+    with pytest.raises(ValueError, match=f"stages 0 and 1 .* differ in {name}: .*takes ctx.index"):
+        model(**batch)
 
 
 def test_stages_save_one_model(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    whole = hf.llama(num_hidden_layers=4, tie_word_embeddings=True)
-    full = whole.state_dict()
+    def made() -> Any:
+        torch.manual_seed(0)
+        return hf.llama(num_hidden_layers=4, tie_word_embeddings=True)
+
+    full = made().state_dict()
 
     def rank(ctx: tpcore.ParallelContext) -> None:
-        torch.manual_seed(0)
-        options: Any = {"num_hidden_layers": 4, "tie_word_embeddings": True}
-        model: Any = tpcore.parallelize(hf.llama(**options), num_microbatches=2)
+        model: Any = tpcore.parallelize(made(), num_microbatches=2)
         for _ in range(2):  # over files that are there
             model.save_pretrained(tmp_path, max_shard_size="20KB")
 

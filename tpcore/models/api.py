@@ -61,8 +61,8 @@ def parallelize(
     so that an optimizer made before keeps working. ``model.config`` is not changed.
 
     ``plan``: rules that override the model's own. A rule is a style for a name of ``model.named_modules()``,
-    with ``*`` for the number of a layer; ``"replicate"`` leaves a module whole. Instead of a style it may be
-    the blocks (``tpcore.Block``) in which a linear layer's output features are cut.
+    with ``*`` for the number of a layer or an ``expert_1``; ``"replicate"`` leaves a module whole. Instead of a style
+    it may be the blocks (``tpcore.Block``) in which a linear layer's output features are cut.
     ``sequence_parallel``: between attention and MLP each rank keeps some of the tokens, in every forward
     whose number of tokens tp divides. ``expert_parallel``: each tp rank has whole experts of every layer that has
     some, instead of features of all. At ``ep`` above 1 the experts are divided among the ep ranks besides.
@@ -212,9 +212,9 @@ def _groups(model: nn.Module, ctx: ParallelContext, stages: int) -> Callable[[Cu
     if stages == 1:
         return lambda cut: tp
     owner, name = find_layers(model)
-    layers = next(n for n, module in model.named_modules() if module is owner.get_submodule(name))
+    in_layers = set(owner.get_submodule(name).modules())
     both, ends = ctx.comm("pp", "tp"), (styles.EMBEDDING_ROW, styles.COLUMN_GATHERED)
-    return lambda cut: both if cut.style in ends and not cut.name.startswith(f"{layers}.") else tp
+    return lambda cut: both if cut.style in ends and cut.module not in in_layers else tp
 
 
 def _number_of_stages(ctx: ParallelContext, num_microbatches: int | None) -> int:

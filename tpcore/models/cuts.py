@@ -158,40 +158,31 @@ def _queries(matched: list[tuple[str, nn.Module, Rule]]) -> dict[str, int]:
 
 def _cut(model: nn.Module, name: str, module: nn.Module, rule: Rule, queries: Mapping[str, int]) -> Cut:
     owner = model.get_submodule(name.rpartition(".")[0])
+    width = queries.get(name.rpartition(".")[0], 0)
     if rule in (plan.COLUMN, plan.QKV_COLUMN) or not isinstance(rule, str):
         check_order(name, owner)
+    blocks: tuple[Block, ...] | None = None
+    needs: list[Need] = []
     if not isinstance(rule, str):
-        blocks = tuple(Block(*block) for block in rule)
-        size = head_size(owner)
+        blocks, size = tuple(Block(*block) for block in rule), head_size(owner)
         # in an attention a unit of several heads is a key/value head with its queries
         kinds = ["key/value heads" if size and b.unit > size else "units" for b in blocks]
         needs = [Need(name, b.size // b.unit, k, b.replicate) for b, k in zip(blocks, kinds, strict=True)]
-        return Cut(name, module, plan.COLUMN, blocks, tuple(needs))
-    cut, needs = _blocks(name, module, rule, owner, queries.get(name.rpartition(".")[0], 0))
-    return Cut(name, module, rule, cut, tuple(needs))
-
-
-def _blocks(
-    name: str, module: nn.Module, style: str, owner: nn.Module, queries: int
-) -> tuple[tuple[Block, ...] | None, list[Need]]:
-    if style == plan.EMBEDDING_HEADS and isinstance(module, nn.Embedding):
-        return None, [Need(name, module.embedding_dim, "heads")]
-    if style not in LINEAR:
-        return None, []
-    inputs, outputs = features(module)
-    if style == plan.COLUMN:
-        block, need = grouped(name, owner, outputs, queries)
-        return (block,), [need]
-    if style == plan.QKV_COLUMN:
-        return fused(name, owner, outputs, queries)
-    if style in (plan.ROW, plan.ROW_SPLIT):
-        return None, [Need(name, inputs, "input features")] if style == plan.ROW else []
-    if style in (plan.PACKED_COLUMN, plan.PACKED_ROW):
-        size = outputs if style == plan.PACKED_COLUMN else inputs
+    elif isinstance(module, nn.Embedding):
+        needs = [Need(name, module.embedding_dim, "heads")] if rule == plan.EMBEDDING_HEADS else []
+    elif rule == plan.COLUMN:
+        block, need = grouped(name, owner, features(module)[1], width)
+        blocks, needs = (block,), [need]
+    elif rule == plan.QKV_COLUMN:
+        blocks, needs = fused(name, owner, features(module)[1], width)
+    elif rule == plan.ROW:
+        needs = [Need(name, features(module)[0], "input features")]
+    elif rule in (plan.PACKED_COLUMN, plan.PACKED_ROW):
+        size = features(module)[rule == plan.PACKED_COLUMN]
         if size % 2:
-            raise ValueError(f"{name}: {size} features are not two of equal size, as {style} cuts them")
-        return (Block(size // 2),) * 2, [Need(name, size // 2, "features in each half")]
-    return None, []
+            raise ValueError(f"{name}: {size} features are not two of equal size, as {rule} cuts them")
+        blocks, needs = (Block(size // 2),) * 2, [Need(name, size // 2, "features in each half")]
+    return Cut(name, module, rule if isinstance(rule, str) else plan.COLUMN, blocks, tuple(needs))
 
 
 def attentions(model: nn.Module, cuts: list[Cut]) -> Iterator[tuple[nn.Module, int, list[Cut]]]:

@@ -67,22 +67,8 @@ def _gemma3n(config: Any) -> Rules:
     return {f"layers.{i}.mlp.{{gate,up,down}}_proj": "replicate" for i in sparse}
 
 
-def _experts(columns: str, rows: str) -> Callable[[Any], Rules]:
-    """Rules of experts that are modules of linear layers, and of the layer in their place without them."""
-
-    def rules(config: Any) -> Rules:
-        names = ",".join(f"experts.expert_{i}." for i in range(getattr(config, "num_experts", 0)))
-        return {columns.replace("EXPERTS", names): "colwise", rows.replace("EXPERTS", names): "rowwise"}
-
-    return rules
-
-
-_T5 = "block.*.layer.*."
-_T5_ATTENTION = _T5 + "{Self,EncDec,LocalSelf}Attention."
-_T5_EXPERTS = _experts(
-    _T5 + "{DenseReluDense.,mlp.{,EXPERTS}}{wi,wi_0,wi_1}", _T5 + "{DenseReluDense.,mlp.{,EXPERTS}}wo"
-)
-_NLLB = "layers.*.{self_attn,cross_attention}."
+_T5_ATTENTION = "block.*.layer.*.{Self,EncDec,LocalSelf}Attention."
+_T5_MLP = "block.*.layer.*.{DenseReluDense,mlp,mlp.experts.expert_*}."
 _VISION = "{layers,encoder.layers,encoder.layer}.*."
 _VISION_COLUMNS = _VISION + "{{self_attn,attention}.{q,k,v}_proj,mlp.fc1,feed_forward.intermediate_dense}"
 _VISION_ROWS = _VISION + "{{self_attn,attention}.{out,o}_proj,mlp.fc2,feed_forward.output_dense}"
@@ -202,10 +188,9 @@ FAMILIES = (
     ),
     Family(
         "longt5 mt5 switch_transformers t5 umt5",
-        _T5_ATTENTION + "{q,k,v}",
-        _T5_ATTENTION + "o",
-        # the bias of each head by distance is sharded as the heads are
-        lambda config: {_T5_ATTENTION + "relative_attention_bias": "embedding_heads", **_T5_EXPERTS(config)},
+        _T5_ATTENTION + "{q,k,v} " + _T5_MLP + "{wi,wi_0,wi_1}",
+        _T5_ATTENTION + "o " + _T5_MLP + "wo",
+        {_T5_ATTENTION + "relative_attention_bias": "embedding_heads"},  # of each head, by distance
     ),
     Family(
         "nemotron_h",
@@ -214,9 +199,8 @@ FAMILIES = (
     ),
     Family(
         "nllb-moe",
-        _NLLB + "{q,k,v}_proj",
-        _NLLB + "out_proj",
-        _experts("layers.*.ffn.{,EXPERTS}fc1", "layers.*.ffn.{,EXPERTS}fc2"),
+        "layers.*.{{self_attn,cross_attention}.{q,k,v}_proj,ffn.{,experts.expert_*.}fc1}",
+        "layers.*.{{self_attn,cross_attention}.out_proj,ffn.{,experts.expert_*.}fc2}",
     ),
     Family(
         "zaya",  # its attention mixes all heads by convolutions

@@ -33,8 +33,8 @@ ALIASES |= {"local_packed_colwise": PACKED_COLUMN, "local_packed_rowwise": PACKE
 
 
 def wildcard(name: str) -> str:
-    """``name`` with ``*`` for each number between dots."""
-    return re.sub(r"\.\d+(?=\.|$)", ".*", re.sub(r"^\d+(?=\.|$)", "*", name))
+    """``name`` with ``*`` for each number between dots, and for that of an ``expert_1``."""
+    return re.sub(r"(?<![^.])(expert_)?\d+(?![^.])", r"\1*", name)
 
 
 def normalized(rules: Mapping[str, Rule]) -> dict[str, Rule]:

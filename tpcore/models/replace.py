@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ def replace(model: nn.Module, cuts: Iterable[Cut], over: Callable[[Cut], Comm]) 
     have its parts."""
     cuts = list(cuts)
     children, owners = _places(model, "_modules"), _places(model, "_parameters")
-    for group in _tied(cuts, owners):
+    for group in _by_ties(cuts, owners):
         made = [(cut, _made(cut, over(cut))) for cut in group]
         _adopt(made, owners)
         for cut, layer in made:
@@ -53,24 +53,11 @@ def _places(model: nn.Module, table: str) -> Places:
     return found
 
 
-def _tied(cuts: list[Cut], owners: Places) -> list[list[Cut]]:
-    """The cuts, grouped by shared Parameters: each has to read the whole Parameter before it is cut."""
-    of_module = {id(cut.module): cut for cut in cuts}
-    seen: set[int] = set()
-    groups = []
-    for cut in cuts:
-        group, todo = [], [cut]
-        while todo:
-            one = todo.pop()
-            if id(one.module) in seen:
-                continue
-            seen.add(id(one.module))
-            group.append(one)
-            for p in one.module.parameters(recurse=False):
-                todo += [of_module[id(m)] for m, _ in owners[id(p)] if id(m) in of_module]
-        if group:
-            groups.append(group)
-    return groups
+def _by_ties(cuts: list[Cut], owners: Places) -> Iterator[list[Cut]]:
+    """The cuts one by one, but those with a shared Parameter together: each has to read all of it before it is cut."""
+    tied = [cut for cut in cuts if any(len(owners[id(p)]) > 1 for p in cut.module.parameters(recurse=False))]
+    yield tied
+    yield from ([cut] for cut in cuts if cut not in tied)
 
 
 def _plain(old: nn.Module) -> nn.Module:

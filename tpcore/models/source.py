@@ -15,22 +15,22 @@ from typing import Any
 from torch import nn
 
 
-def tree_of(function: Callable[..., Any]) -> ast.AST | None:
+def definition_of(function: Callable[..., Any]) -> ast.stmt | None:
     """The syntax tree of a function inside its decorators; None without source."""
     return _parsed(inspect.unwrap(getattr(function, "__func__", function)))  # of no object, which would be kept
 
 
 @cache
-def _parsed(function: Callable[..., Any]) -> ast.Module | None:
+def _parsed(function: Callable[..., Any]) -> ast.stmt | None:
     try:
-        return ast.parse(textwrap.dedent(inspect.getsource(function)))
+        return ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
     except (OSError, TypeError, SyntaxError):
         return None
 
 
 def says(function: Callable[..., Any], pattern: str) -> bool:
     """Whether ``pattern`` occurs in the code of a function, as ``ast.unparse`` writes it, without its docstring."""
-    definition: Any = getattr(tree_of(function), "body", [None])[0]
+    definition = definition_of(function)
     body = [] if definition is None else getattr(definition, "body", [definition])
     said = [node for node in body if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))]
     return any(re.search(pattern, ast.unparse(node)) for node in said)
@@ -43,7 +43,7 @@ def _parents(tree: ast.AST) -> dict[ast.AST, ast.AST]:
 def asks_loss_function(forward: Callable[..., Any]) -> bool:
     """Whether a forward calls ``self.loss_function`` and uses its logits only elementwise. A forward that indexes the
     vocabulary dim of its logits or reads their shape needs all of them."""
-    tree = tree_of(forward)
+    tree = definition_of(forward)
     if tree is None or not says(forward, r"\.loss_function\b"):
         return False
     parents = _parents(tree)
@@ -72,7 +72,7 @@ def _elementwise(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
 def argument_of_calls(forward: Callable[..., Any], children: set[str]) -> str | None:
     """The argument that a forward passes to each of ``children`` and of which it reads only the shape
     otherwise; None if there is none."""
-    tree = tree_of(forward)
+    tree = definition_of(forward)
     parents = {} if tree is None else _parents(tree)
     calls = [node for node in parents if isinstance(node, ast.Call) and own_call(node) in children]
     names = {getattr(call.args[0], "id", "") if len(call.args) == 1 else "" for call in calls}
@@ -135,7 +135,7 @@ class Flow:
         self._lost: set[str] = set()
         """Those of ``others`` whose output meets sharded features, or that are not only called."""
         self._labels: dict[str, Labels] = defaultdict(Labels)
-        definition = next(iter(getattr(tree_of(block.forward), "body", [])), None)
+        definition = definition_of(block.forward)
         self._locals = _stored(definition)
         self._globals: dict[str, Any] = getattr(inspect.unwrap(block.forward), "__globals__", {})
         self._returned: list[list[Labels]] = []
@@ -231,7 +231,7 @@ class Flow:
     def _inlined(self, function: Callable[..., Any], node: ast.Call, skip: int) -> list[Labels] | None:
         """What a function returns, one entry for each element of a tuple, read with the values of this call; None
         if it is not understood. ``skip``: 1 for a method, whose first argument is the block."""
-        definition = next(iter(getattr(tree_of(function), "body", [])), None)
+        definition = definition_of(function)
         words = [str(k.arg) for k in node.keywords]
         starred = any(k.arg is None for k in node.keywords) or any(isinstance(a, ast.Starred) for a in node.args)
         if not isinstance(definition, ast.FunctionDef) or definition.args.vararg or starred or self._depth == _DEEPEST:
@@ -270,7 +270,7 @@ class Flow:
             found = self._inlined(method, node, 1)
             if found is not None:
                 return _NONE.union(*found)
-            self._lose(tree_of(method) or node)
+            self._lose(definition_of(method) or node)
         elif not name:
             if isinstance(node.func, ast.Attribute):  # a method may put its arguments into its object
                 self._bind(node.func.value, inputs, False)

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..checkpoint.forms.whole import in_memory
 from ..checkpoint.stored import Shard, Stored
 from ..errors import CheckpointError
-from ..layers.sharding import sharding
+from ..layers.sharding import layouts
 from ..layout.shard import ShardSpec
 from ..layout.slices import narrowed
 
@@ -95,7 +95,9 @@ def by_model_name(model: Any, stored: Mapping[str, Any], mapping: Sequence[Any])
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     of_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
-    like, prefix = _whole(model), model.base_model_prefix
+    state, prefix = model.state_dict(keep_vars=True), model.base_model_prefix
+    # in the shapes that they have in a model that is not cut
+    like = {n: torch.empty(found.shape, dtype=state[n].dtype, device="meta") for n, found in layouts(model).items()}
     tensors: dict[str, Any] = {}
     conversions: dict[str, Conversion] = {}
     for name in sorted(stored, key=dot_natural_key):
@@ -111,17 +113,6 @@ def by_model_name(model: Any, stored: Mapping[str, Any], mapping: Sequence[Any])
         for name, shard in conversion.made():
             tensors[name] = Stored.over_tp(name, ShardSpec(shard.shape), 1, None, lambda _, s=shard: s)  # type: ignore[misc]
     return tensors
-
-
-def _whole(model: Any) -> dict[str, Tensor]:
-    """The model's tensors on meta, in the shapes that they have in a model that is not cut."""
-    found = {}
-    for name, t in model.state_dict(keep_vars=True).items():
-        if isinstance(t, Tensor):
-            mark = sharding(t)
-            shape = t.shape if mark is None else mark.layout.shape
-            found[name] = torch.empty(shape, dtype=t.dtype, device="meta")
-    return found
 
 
 def equal(a: Stored, b: Stored) -> bool:

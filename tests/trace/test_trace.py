@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import DYNAMIC, VOCABULARY, Encoder, batch, differences, run_ranks_of, traced_in
+from models import DYNAMIC, VOCABULARY, Encoder, batch, error_of, run_ranks_of, traced_in
 from rank_pool import RankPool
 from torch import Tensor, nn
 
@@ -23,13 +23,9 @@ EXACT = 1e-12
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_equals_the_unsharded_model(pool: RankPool, tmp_path: Path, tp: int) -> None:
     model = traced_in(pool, tmp_path, lambda: Encoder(True), batch(1, 8), tp, dynamic_shapes=(DYNAMIC, DYNAMIC))
-    plain = Encoder(False).eval()
     for rows, length in ((1, 8), (3, 20), (8, 64)):
-        ids, mask = batch(rows, length)
-        with torch.no_grad():
-            want = plain(ids, mask)
-        assert differences(model(ids, mask=mask), want) < EXACT
-        everywhere = run_ranks_of(pool, model, [(ids, mask)])
+        assert error_of(model, rows, length) < EXACT
+        everywhere = run_ranks_of(pool, model, [batch(rows, length)])
         assert len(everywhere) == tp
         assert all(torch.equal(a, b) for r in everywhere for a, b in zip(r[0], everywhere[0][0], strict=True))
 
@@ -55,16 +51,11 @@ def test_buckets_pad_and_cut_back(pool: RankPool, tmp_path: Path) -> None:
         pad_value={"ids": 3},
     )
     assert model.manifest.programs == 3
-    plain = Encoder(False).eval()
     for rows, length in ((1, 8), (2, 9), (1, 5), (3, 32)):
-        ids, mask = batch(rows, length)
-        with torch.no_grad():
-            want = plain(ids, mask)
-        got = model(ids, mask)
-        assert got["logits"].shape == (rows, length, VOCABULARY)
-        assert differences(got, want) < EXACT
+        assert error_of(model, rows, length) < EXACT
     with pytest.raises(ValueError, match=r"no program takes ids"):
         model(*batch(5, 8))
+    ids, mask = batch(3, 32)
     ids[0, 3] = VOCABULARY
     with pytest.raises(IndexError, match="ParallelEmbedding: an id does not fit a vocabulary of 30"):
         model(ids, mask)
@@ -201,11 +192,8 @@ def test_an_example_may_be_a_view(pool: RankPool, tmp_path: Path) -> None:
     ids, mask = batch(2, 9)
     given = ids[:, :-1], mask[:, :-1]
     model = traced_in(pool, tmp_path, lambda: Encoder(True), given, 2, dynamic_shapes=(DYNAMIC, DYNAMIC))
-    plain = Encoder(False).eval()
     for rows, length in ((2, 8), (3, 21)):
-        ids, mask = (t[:, :-1] for t in batch(rows, length + 1))
-        with torch.no_grad():
-            assert differences(model(ids, mask=mask), plain(ids, mask)) < EXACT
+        assert error_of(model, rows, length) < EXACT
 
 
 class Spread(nn.Module):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from onreplicas import on_replicas
-from test_xla_parallelize import SIZES, clip_and_step, losses, programs
+from test_xla_parallelize import SIZES, train
 from tpcore_neuron.testing import Program, lower
 
 import tpcore
@@ -25,22 +26,9 @@ def llama(layers: int = 2) -> Any:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
 
 
-def train(ctx: ParallelContext, way: str) -> None:
-    warnings.simplefilter("ignore")
-    whole = llama()
-    want = losses(whole, torch.optim.AdamW(whole.parameters(), lr=1e-2), clip_and_step, "cpu")
-    model = tpcore.parallelize(llama(), context_parallel=way)
-    move_model_to_device(model, ctx.device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    before = len(programs())
-    got = losses(model, optimizer, lambda _, o: tpcore.optimizer_step(o, max_norm=0.5), ctx.device)
-    assert got == pytest.approx(want, abs=1e-5)  # float32, four steps
-    assert sum(bool(p.compiled) for p in programs()[before:]) <= 2, "the first step, and the one with states"
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_trains_as_the_whole_model(way: str) -> None:
-    on_replicas(2, 1, train, way, cp=2)
+    on_replicas(2, 1, partial(train, make=llama, context_parallel=way), cp=2)
 
 
 def step(ctx: ParallelContext, way: str, layers: int, length: int = 64) -> Program:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from onreplicas import on_replicas
-from tpcore_neuron.testing import programs, run_replicas
+from tpcore_neuron.testing import programs
 
 import tpcore
 from tpcore import Mesh
@@ -65,11 +66,11 @@ def clip_and_step(model: Any, optimizer: Any) -> None:
     optimizer.step()
 
 
-def train(ctx: ParallelContext, family: str, sequence_parallel: bool, **ways: bool) -> None:
+def train(ctx: ParallelContext, make: Callable[[], Any], **ways: Any) -> None:
     warnings.simplefilter("ignore")
-    whole = make(family).train()
+    whole = make().train()
     want = losses(whole, torch.optim.AdamW(whole.parameters(), lr=1e-2), clip_and_step, "cpu")
-    model = tpcore.parallelize(make(family), sequence_parallel=sequence_parallel, **ways).train()
+    model = tpcore.parallelize(make(), **ways).train()
     tpcore.layers.move_model_to_device(model, ctx.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     before = len(programs())
@@ -81,12 +82,12 @@ def train(ctx: ParallelContext, family: str, sequence_parallel: bool, **ways: bo
 
 @pytest.mark.parametrize(("family", "sequence_parallel"), [("llama", True), ("bert", False), ("t5", True)])
 def test_trains_as_the_whole_model(family: str, sequence_parallel: bool) -> None:
-    on_replicas(2, 2, train, family, sequence_parallel)
+    on_replicas(2, 2, partial(train, make=partial(make, family), sequence_parallel=sequence_parallel))
 
 
 @pytest.mark.parametrize("ways", [{}, {"expert_parallel": True}], ids=["features", "experts"])
 def test_experts_are_one_program_whichever_are_chosen(ways: dict[str, bool]) -> None:
-    on_replicas(2, 2, partial(train, **ways), "mixtral", False)
+    on_replicas(2, 2, partial(train, make=partial(make, "mixtral"), **ways))
 
 
 def steps_of_experts(ctx: ParallelContext, ways: dict[str, Any]) -> list[float]:
@@ -105,16 +106,12 @@ def steps_of_experts(ctx: ParallelContext, ways: dict[str, Any]) -> list[float]:
     return [*(loss.item() for loss in found), *(one.dropped for one in load.read().values())]
 
 
-def on_the_device(tp: int, ep: int, ways: dict[str, Any]) -> list[float]:
+def on_the_device(ctx: ParallelContext, ways: dict[str, Any]) -> list[float]:
     warnings.simplefilter("ignore")
-    ctx = tpcore.init(backend="neuron", tp=tp, ep=ep)
     before = len(programs())
-    try:
-        found = steps_of_experts(ctx, ways)
-        assert sum(bool(p.compiled) for p in programs()[before:]) <= 4  # two steps, and the counts of two layers
-        return found
-    finally:
-        tpcore.shutdown()
+    found = steps_of_experts(ctx, ways)
+    assert sum(bool(p.compiled) for p in programs()[before:]) <= 4  # two steps, and the counts of two layers
+    return found
 
 
 @pytest.mark.parametrize(
@@ -124,7 +121,7 @@ def on_the_device(tp: int, ep: int, ways: dict[str, Any]) -> list[float]:
 def test_a_capacity_drops_what_it_does_on_the_cpu(tp: int, ep: int, ways: dict[str, Any]) -> None:
     """Compiled once, with static shapes: experts of few seats, and tokens in the seats of an all-to-all."""
     want = run_ranks(Mesh({"dp": 1, "ep": ep, "tp": tp}), lambda ctx: steps_of_experts(ctx, ways))
-    got = run_replicas(on_the_device, 2, tp, ep, ways)
+    got = on_replicas(2, tp, on_the_device, ways, ep=ep)
     for mine, of_threads in zip(got, want, strict=True):
         assert mine == pytest.approx(of_threads, abs=1e-5)  # float32, four steps
     assert all(dropped > 0 for dropped in want[0][STEPS:])

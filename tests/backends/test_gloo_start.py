@@ -69,19 +69,6 @@ def test_alone(port: int) -> None:
     assert not dist.is_initialized()
 
 
-def test_alone_with_tp_says_how_to_start(port: int) -> None:
-    with pytest.raises(ValueError, match=r"(?s)tp=2 needs 2 processes.*torchrun --nproc_per_node=2"):
-        tpcore.init("cpu_gloo", tp=2)
-    assert not dist.is_initialized()
-
-
-def test_tp_larger_than_the_world_that_was_launched(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
-    _environment(monkeypatch, 0, 1, "127.0.0.1", port)
-    with pytest.raises(ValueError, match="tp=2 is larger than the world of 1 processes"):
-        tpcore.init("cpu_gloo", tp=2)
-    assert not dist.is_initialized()
-
-
 @pytest.mark.parametrize(
     ("values", "said"),
     [

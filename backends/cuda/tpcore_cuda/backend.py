@@ -113,8 +113,8 @@ class CudaBackend(C10dBackend):
     kind: ClassVar[str] = "cuda"
     """The type of ``device()``. ``cpu`` runs everything but the device's own calls where no GPU is."""
 
-    def __init__(self, *job: Any, **named: Any) -> None:
-        super().__init__(*job, **named)
+    def __init__(self) -> None:
+        super().__init__()
         self._queue: Queue | None = None
         self._environment = ExitStack()
 

@@ -87,12 +87,6 @@ def test_a_rank_that_waits_for_a_waiting_rank_gets_the_right_name(pool: OverRoad
         assert names(outcomes[rank].value, 3, how), outcomes[rank].value
 
 
-def _mean(ctx: ParallelContext, how: str) -> float:
-    if ctx.rank == 2:
-        end(how)
-    return float(ctx.world.all_reduce(torch.ones(())))
-
-
 def _lose_rank_1(ctx: ParallelContext) -> str:
     try:
         for _ in range(3):
@@ -120,19 +114,6 @@ def test_leaving_a_lost_job_does_not_wait_for_calls_of_gloo() -> None:
         assert pool.run(ALONE, _groups_left, 0)[0] == 0
         assert names(pool.outcomes(TP2, _lose_rank_1, env={"TPCORE_SHM": "0"})[0].value, 1, "raises")
         assert pool.run(ALONE, _groups_left, 1)[0] == 1
-
-
-@pytest.mark.parametrize(("how", "pool"), ON_A_ROAD, indirect=["pool"])
-def test_all_of_four_learn_the_name(pool: OverRoad, how: str) -> None:
-    outcomes = pool.outcomes(TP4, _mean, how)
-    for rank in (0, 1, 3):
-        assert isinstance(outcomes[rank].error, PeerLostError)
-        assert names(str(outcomes[rank].error), 2, how)
-    assert pool.run(TP4, _sum) == [4.0] * 4, "the pool is whole again"
-
-
-def _sum(ctx: ParallelContext) -> float:
-    return float(ctx.world.all_reduce(torch.ones(())))
 
 
 def _leave(ctx: ParallelContext) -> float:

@@ -56,22 +56,19 @@ def agree(values: Sequence[T], error: Callable[[int, T, T], Exception]) -> T:
     return first
 
 
-def differing_lines(mine: str, theirs: str) -> str:
-    """The first lines in which two programs differ, for a message."""
-    lines = [line for line in unified_diff(mine.splitlines(), theirs.splitlines(), n=0) if line[0] in "+-"][2:]
-    return "\n".join(line[:200] for line in lines[:_LINES])
-
-
 def check_one_program(text: bytes, constants: bytes, world: Comm) -> None:
     """Raise BackendError on all ranks if they have traced different programs: all ranks will run the program
     of rank 0. ``text``: the program; the message shows the lines that differ. Collective."""
 
     def error(other: int, *digests: bytes) -> BackendError:
         texts = gather_bytes(text, world)
+        mine, theirs = (t.decode().splitlines() for t in (texts[0], texts[other]))
+        lines = [line for line in unified_diff(mine, theirs, lineterm="", n=0) if line[0] in "+-"][2:]
+        shown = "\n".join(line[:200] for line in lines[:_LINES])
         return BackendError(
             f"ranks 0 and {other} would need different programs, but one program must serve all ranks: the "
             "model's forward uses the rank as a Python number, or a tensor that is no buffer\n"
-            f"{differing_lines(texts[0].decode(), texts[other].decode()) or 'their constants differ'}"
+            f"{shown or 'their constants differ'}"
         )
 
     agree(gather_bytes(hashlib.sha256(text + constants).digest(), world), error)

@@ -5,6 +5,7 @@ before the others run."""
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import threading
@@ -19,7 +20,6 @@ from torch import Tensor
 
 from tpcore.comm.signature import call_site
 from tpcore.errors import CollectiveMismatchError
-from tpcore.runtime.consensus import differing_lines
 
 from ..reads import READS, leaves_device, preceded
 from .scheduler import Arrival, Scheduler
@@ -28,6 +28,7 @@ from .stablehlo import HloProgram, pending
 _XLA: Any = torch_xla._XLAC
 _COLLECTIVE = re.compile(r"xla::(cross_replica_sum|all_gather|reduce_scatter|all_to_all|collective_permute)")
 _COMPARISONS = ("equal", "allclose")  # these read both arguments, in C++
+_SHOWN = 12  # differing lines in a message
 _HERE = threading.local()
 
 
@@ -84,11 +85,13 @@ def _same_program(arrivals: Sequence[Arrival]) -> None:
     differ = [r for r, text in enumerate(texts) if text != texts[0]]
     if not differ:
         return
+    first, other = texts[0].splitlines(), texts[differ[0]].splitlines()
+    lines = difflib.unified_diff(first, other, "rank 0", f"rank {differ[0]}", lineterm="", n=0)
+    shown = "\n".join(line[:200] for line in list(lines)[:_SHOWN])
     raise CollectiveMismatchError(
         f"ranks {differ} would run another program than rank 0 at {arrivals[0].what} ({arrivals[0].site}), "
         "so that their collectives never meet. A rank, or something computed from it, has become part of the "
-        "program; it must be data, as tpcore's comm.position is. The first lines that differ:\n"
-        + differing_lines(texts[0], texts[differ[0]])
+        f"program; it must be data, as tpcore's comm.position is. The first lines that differ:\n{shown}"
     )
 
 

@@ -6,7 +6,7 @@ import itertools
 import math
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -88,30 +88,25 @@ POINTS = [
 
 @pytest.mark.parametrize(("name", "dtype", "slab"), POINTS, indirect=["slab"])
 def test_a_shard_holds_its_part_of_the_unsharded_values(name: str, dtype: torch.dtype, slab: int) -> None:
-    fill = (FILLS | WHOLE)[name]
     for spec in SPECS:
-        full, after = expected(fill, spec.shape, dtype)
-        for n, rank in ((1, 0), (2, 0), (2, 1), (4, 3)):
-            torch.manual_seed(11)
-            shard = initial_part(fill, Layout.of(spec, "tp"), rank, Mesh({"tp": n}), dtype)
-            assert torch.equal(shard, spec.shard(full, rank, n)), f"{spec} on rank {rank} of {n}"
-            assert torch.equal(torch.rand(3), after), f"{spec}: the random stream goes on elsewhere"
+        check((FILLS | WHOLE)[name], spec, dtype, [(1, 0), (2, 0), (2, 1), (4, 3)])
+
+
+def check(fill: Callable[[Tensor], object], spec: ShardSpec, dtype: torch.dtype, places: list[tuple[int, int]]) -> None:
+    """On these ranks: (how many, which)."""
+    full, after = expected(fill, spec.shape, dtype)
+    for n, rank in places:
+        torch.manual_seed(11)
+        shard = initial_part(fill, Layout.of(spec, "tp"), rank, Mesh({"tp": n}), dtype)
+        assert torch.equal(shard, spec.shard(full, rank, n)), f"{spec} on rank {rank} of {n}"
+        assert torch.equal(torch.rand(3), after), f"{spec}: the random stream goes on elsewhere"
 
 
 @pytest.mark.parametrize("shape", [(7,), (16,), (100,), (1,), (0,), (), (5, 3, 7), (0, 4), (4, 0)])
 @pytest.mark.parametrize("name", ["normal", "uniform"])
 def test_shapes_of_any_number_of_dims(name: str, shape: tuple[int, ...], slab: int) -> None:
-    full, after = expected(FILLS[name], shape, torch.float32)
-    dims: Iterator[int | None] = itertools.chain([None], range(len(shape)))
-    for dim in dims:
-        spec = ShardSpec(shape, dim)
-        for rank in range(3):
-            torch.manual_seed(11)
-            assert torch.equal(
-                initial_part(FILLS[name], Layout.of(spec, "tp"), rank, Mesh({"tp": 3}), torch.float32),
-                spec.shard(full, rank, 3),
-            )
-            assert torch.equal(torch.rand(3), after)
+    for dim in (None, *range(len(shape))):
+        check(FILLS[name], ShardSpec(shape, dim), torch.float32, [(3, rank) for rank in range(3)])
 
 
 def test_an_error_of_the_init_method_is_the_callers() -> None:

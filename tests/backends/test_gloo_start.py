@@ -149,33 +149,31 @@ OWN = Identity.own()
 DEAD = Identity(OWN.hostname, OWN.host, OWN.pid, OWN.started - 1)
 
 
+FAR = Identity("elsewhere", "another host", 1, 1)
+
+
 def held_by(who: Identity) -> dist.Store:
     store = dist.HashStore()
     store.set("tpcore/rank/1", json.dumps([astuple(who), "token"]))
     return store
 
 
-@pytest.mark.parametrize("who", [OWN, DEAD], ids=["this process", "an ended one"])
+@pytest.mark.parametrize("who", [OWN, DEAD, FAR], ids=["this process", "an ended one", "one that left, elsewhere"])
 def test_a_place_may_be_taken_again(who: Identity) -> None:
     store = held_by(who)
+    if who is FAR:
+        store.set("tpcore/rank/0", json.dumps([astuple(OWN), "token"]))
+        store.set("tpcore monitor token/end/1", "left the job (tpcore.shutdown)")
     claim(store, 1, OWN, "another", 1.0)
     assert json.loads(store.get("tpcore/rank/1")) == [list(astuple(OWN)), "another"]
     assert twice(store) is None
 
 
 def test_a_place_of_a_living_process_is_refused_on_both_sides() -> None:
-    store = held_by(Identity("elsewhere", "another host", 1, 1))
+    store = held_by(FAR)
     with pytest.raises(BackendError, match=r"rank 1 has come twice, as pid 1 on elsewhere and as pid \d+"):
         claim(store, 1, OWN, "another", 1.0)
     assert re.search("has come twice", str(twice(store)))
-
-
-def test_a_place_that_was_left_may_be_taken_from_another_host() -> None:
-    store = held_by(Identity("elsewhere", "another host", 1, 1))
-    store.set("tpcore/rank/0", json.dumps([astuple(OWN), "token"]))
-    store.set("tpcore monitor token/end/1", "left the job (tpcore.shutdown)")
-    claim(store, 1, OWN, "another", 1.0)
-    assert twice(store) is None
 
 
 def test_ids_of_launchers(monkeypatch: pytest.MonkeyPatch) -> None:

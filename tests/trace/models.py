@@ -96,13 +96,10 @@ class Answering:
     """Answers for ``Workers``: ``run`` returns what each rank does to calls. State lasts as long as a run."""
 
     def __init__(self, folder: Path, run: Callable[[Calls], list[Answers]]) -> None:
-        self.weights, self._run, self.running, self.failed = folder, run, True, False
+        self.weights, self._run, self.running = folder, run, True
 
     def call(self, program: int, inputs: Sequence[Tensor], timeout: float | None) -> list[Tensor]:
         return self._run([(program, list(inputs))])[0][0]
-
-    def close(self) -> None:
-        self.running = False
 
 
 def traced_by(
@@ -121,7 +118,9 @@ def traced_by(
     calls = sorted((_call(e) for e in (inputs, *bucket_inputs)), key=_size)
     order = Order(func, calls, dynamic_shapes, backend, tp, folder, "traced")
     manifest = assembled(order, trace(order), pad_value)
-    return TensorParallelModel(folder, manifest, workers=Answering(folder, run))
+    model = TensorParallelModel(folder, manifest)
+    model._workers = Answering(folder, run)  # type: ignore[assignment]
+    return model
 
 
 def _run(ctx: ParallelContext, folder: Path, calls: Calls) -> Answers:

@@ -63,11 +63,10 @@ class TensorParallelModel(nn.Module):
         timeout: float | None = None,
         restart: bool = False,
         owned: TemporaryDirectory[str] | None = None,
-        workers: Any = None,
     ) -> None:
         super().__init__()
         self.folder, self.manifest, self.timeout, self.restart = folder, manifest, timeout, restart
-        self._workers: Workers = workers or Workers(folder, manifest)
+        self._workers = Workers(folder, manifest)
         self._turn = Turn()
         self._uses_of_state = 0
         self._owned = [] if owned is None else [owned]  # directories to remove together with this model

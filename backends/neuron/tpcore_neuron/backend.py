@@ -166,7 +166,7 @@ class NeuronBackend(Backend):
     ) -> None:
         from . import programs
 
-        programs.trace(fn, weights, inputs, dims, current(), folder, self._compiler)
+        programs.trace(fn, weights, inputs, current(), folder, self._compiler)
 
     def load_program(self, folder: Path, weights: Mapping[str, Tensor]) -> LoadedProgram:
         from . import programs

@@ -4,7 +4,7 @@ not in ``backends/`` because third parties derive from it; the core never import
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
@@ -85,7 +85,8 @@ class C10dBackend(Backend):
             self._supervised(self._supervisor)
             store = self._supervisor.store
         if not adopted:
-            with self._connecting(range(world)):
+            supervisor = self._supervisor
+            with self._alone() if supervisor is None else supervisor.connecting(range(world), self._sockets):
                 self._owns = True  # set before the call: an error inside may leave the group half made
                 dist.init_process_group(self.transport, timeout=self._seconds, store=store, rank=rank, world_size=world)
                 if world > 1:
@@ -149,11 +150,6 @@ class C10dBackend(Backend):
         """Whether the transport over ``pg`` compares calls itself. All members call it, once for a group."""
         return False
 
-    def _connecting(self, members: Sequence[int]) -> AbstractContextManager[None]:
-        if self._supervisor is None:
-            return self._alone()
-        return self._supervisor.connecting(members, self._sockets)
-
     def connect(self, group: Group, rank: int) -> Transport:
         if group.size == 1:
             return self._over(group, self._single)
@@ -189,7 +185,7 @@ class C10dBackend(Backend):
         members, number = group.members(self._rank), len(self._groups)
         supervisor = self._supervising(members)
         supervisor.agree_on_group(number, group.partition)
-        with self._connecting(members):
+        with supervisor.connecting(members, self._sockets):
             pg = self._joined(group)
         self._watch(group, pg)
         supervisor.meet(f"have made group {number}")

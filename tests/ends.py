@@ -63,6 +63,15 @@ def on_open(folder: str, ending: Callable[[], object]) -> None:
     sys.addaudithook(hook)
 
 
+def said(kind: type[Exception], call: Callable[[], object]) -> str:
+    """What an error of this kind says that ``call`` raises."""
+    try:
+        call()
+    except kind as e:
+        return str(e)
+    return "no error"
+
+
 # -- at a step of a collective ------------------------------------------------------------------------------
 class Tiny(GlooBackend):
     """Buffers that grow soon and hold little: nearly all goes in pieces."""
@@ -140,11 +149,9 @@ def _go_on_when_all_know(rank: int, others: int, pid: int, folder: Path) -> None
 def waits_in_a_chain(ctx: ParallelContext, known: str) -> str:
     """What a rank of dp x tp = 2 x 2 is told: rank 2 waits for rank 3 over tp, rank 1 over dp, and rank 0 for rank 1
     over tp, which stays until rank 0 has its error: in vain."""
-    try:
-        ctx.comm("tp" if ctx.rank in (0, 2) else "dp").all_reduce(torch.ones(1))
-    except PeerLostError as e:
-        while ctx.rank and not Path(known).exists():
-            torch.ones(64, 64) @ torch.ones(64, 64)
-        Path(known).touch()
-        return str(e)
-    return "no error"
+    comm = ctx.comm("tp" if ctx.rank in (0, 2) else "dp")
+    text = said(PeerLostError, lambda: comm.all_reduce(torch.ones(1)))
+    while ctx.rank and not Path(known).exists():
+        torch.ones(64, 64) @ torch.ones(64, 64)
+    Path(known).touch()
+    return text

@@ -11,8 +11,8 @@ import os
 import runpy
 import subprocess
 import sys
-import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from multiprocessing import forkserver, get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -56,30 +56,29 @@ def _program(words: list[str], cwd: Path, env: dict[str, str], out: Path, err: P
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)
+    sys.exit(status(partial(_run, words), out, err))
+
+
+def status(program: Callable[[], object], out: Path, err: Path) -> int:
+    """Run a program to its end, which is that of an interpreter. It prints to these files."""
     for number, path in ((1, out), (2, err)):
-        with path.open("w") as f:
+        with path.open("a") as f:
             os.dup2(f.fileno(), number)
-    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
     try:
-        status = _status(words)
-    finally:
-        atexit._run_exitfuncs()  # which a forked process leaves out
-        sys.stdout.flush()
-        sys.stderr.flush()
-    sys.exit(status)
-
-
-def _status(words: list[str]) -> int:
-    try:
-        _run(words)
+        program()
+        return 0
     except SystemExit as e:
         if isinstance(e.code, str):
             sys.stderr.write(f"{e.code}\n")
         return e.code if isinstance(e.code, int) else int(e.code is not None)
     except BaseException:  # noqa: BLE001  whatever a program may end with
-        traceback.print_exc()
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
         return 1
-    return 0
+    finally:
+        atexit._run_exitfuncs()  # which a forked process leaves out
+        sys.stdout.flush()
+        sys.stderr.flush()
 
 
 def _run(words: list[str]) -> None:

@@ -39,8 +39,11 @@ CURVE = ("step", "loss", "mlm_loss", "nsp_loss", "grad_norm", "lr")
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    """A few hundred sentences: reading all of the embedded corpus takes longer than training on it."""
-    path = tmp_path_factory.mktemp("text") / "text.txt"
+    return sentences(tmp_path_factory.mktemp("text") / "text.txt")
+
+
+def sentences(path):
+    """A few hundred: reading all of the embedded corpus takes longer than training on it."""
     words = ["the", "value", "of", "an", "object", "is", "bound", "to", "its", "name", "when", "it", "runs"]
     generator = torch.Generator().manual_seed(0)
 

@@ -13,6 +13,7 @@ from tpcore_neuron import NativeBackend, platform
 import tpcore
 from tpcore.backend.interface import Capabilities
 from tpcore.backend.registry import backend_class
+from tpcore.c10d.backend import C10dBackend
 from tpcore.layout.mesh import Mesh
 from tpcore.testing import matrix
 from tpcore.testing.kit import collectives
@@ -122,8 +123,23 @@ def test_it_says_what_it_can_do_before_anything_starts():
 SOME = [c for layer in matrix.AXES for dtype in ("fp32", "bf16") for c in matrix.cases(layer, dtype)[::29]]
 
 
+class OnGloo(NativeBackend):
+    """All of it but the calls of the device."""
+
+    transport = "gloo"
+
+    def start(self, timeout: float) -> tuple[int, int]:
+        return C10dBackend.start(self, timeout)
+
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def _random(self) -> object:
+        return torch
+
+
 def on_gloo() -> list[str]:
-    ctx = tpcore.init(backend=NativeBackend("cpu", "gloo"), tp=2)
+    ctx = tpcore.init(backend=OnGloo(), tp=2)
     found = matrix.run(ctx, SOME)
     for primitive in collectives.PRIMITIVES:
         found += collectives.groups(ctx, primitive) + collectives.right_values(ctx, primitive, torch.float32)

@@ -6,7 +6,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from roads import GLOO, SHARED, OverRoad, each_road  # noqa: F401  a fixture
 from tiers import diagonal
 from torch import Tensor, nn
 
-from tpcore.comm.comm import Comm
 from tpcore.errors import CollectiveTimeoutError, PeerLostError
 from tpcore.layers import ColumnParallelLinear, RowParallelLinear
 from tpcore.layout.mesh import Mesh
@@ -87,12 +86,6 @@ def test_a_rank_that_waits_for_a_waiting_rank_gets_the_right_name(pool: OverRoad
         assert names(outcomes[rank].value, 3, how), outcomes[rank].value
 
 
-def _mean(ctx: ParallelContext, how: str) -> float:
-    if ctx.rank == 2:
-        end(how)
-    return float(ctx.world.all_reduce(torch.ones(())))
-
-
 def _lose_rank_1(ctx: ParallelContext) -> str:
     try:
         for _ in range(3):
@@ -120,19 +113,6 @@ def test_leaving_a_lost_job_does_not_wait_for_calls_of_gloo() -> None:
         assert pool.run(ALONE, _groups_left, 0)[0] == 0
         assert names(pool.outcomes(TP2, _lose_rank_1, env={"TPCORE_SHM": "0"})[0].value, 1, "raises")
         assert pool.run(ALONE, _groups_left, 1)[0] == 1
-
-
-@pytest.mark.parametrize(("how", "pool"), ON_A_ROAD, indirect=["pool"])
-def test_all_of_four_learn_the_name(pool: OverRoad, how: str) -> None:
-    outcomes = pool.outcomes(TP4, _mean, how)
-    for rank in (0, 1, 3):
-        assert isinstance(outcomes[rank].error, PeerLostError)
-        assert names(str(outcomes[rank].error), 2, how)
-    assert pool.run(TP4, _sum) == [4.0] * 4, "the pool is whole again"
-
-
-def _sum(ctx: ParallelContext) -> float:
-    return float(ctx.world.all_reduce(torch.ones(())))
 
 
 def _leave(ctx: ParallelContext) -> float:
@@ -188,54 +168,45 @@ def test_a_stopped_rank_is_reported_at_the_timeout(pool: OverRoad, tmp_path: Pat
         assert re.search(r"\n    tp \[2, 3\] #\d+ all_reduce sum of float32 \[5\] at ", report)
 
 
-def _absent(ctx: ParallelContext, call: Callable[[Comm], object] = lambda comm: comm.all_reduce(torch.ones(7))) -> None:
-    release = Path(os.environ["TPCORE_TEST_RELEASE"])
+def _absent(ctx: ParallelContext, release: str, made: bool = True, several: bool = False) -> None:
+    """Rank 1 comes to no call of rank 0, to ``several`` that are under way or to the group that is to be ``made``."""
+    if made:
+        ctx.comm("tp")
     if ctx.rank == 1:
-        while not release.exists():
+        while not Path(release).exists():
             torch.ones(64, 64) @ torch.ones(64, 64)
         return
     try:
-        call(ctx.comm("tp"))
+        comm = ctx.comm("tp")
+        waits = [comm.start_all_reduce(torch.ones(7)) for _ in range(3 if several else 0)]
+        if several:
+            time.sleep(3.0)  # longer than the time-out: all have failed, of which one says why
+        for wait in reversed(waits):
+            wait()
+        comm.all_reduce(torch.ones(7))
     finally:
-        release.touch()
+        Path(release).touch()
 
 
 @pytest.mark.parametrize(("check", "pool"), [("1", SHARED), ("0", GLOO)], indirect=["pool"])
 def test_a_rank_that_does_not_come_is_reported_at_the_timeout(pool: OverRoad, tmp_path: Path, check: str) -> None:
-    env = {"TPCORE_TEST_RELEASE": str(tmp_path / "release"), "TPCORE_CHECK": check}
-    error = pool.outcomes(TP2, _made_then_absent, timeout=5.0, env=env)[0].error
+    env = {"TPCORE_CHECK": check}
+    error = pool.outcomes(TP2, _absent, str(tmp_path / "release"), timeout=5.0, env=env)[0].error
     assert isinstance(error, CollectiveTimeoutError)
     assert "rank 0 waited 5 s in a collective of group [0, 1]" in str(error)
     assert "rank 0 waits for rank 1, which did not come" in str(error)
     assert "#1 all_reduce sum of float32 [7]" in str(error)
 
 
-def _made_then_absent(ctx: ParallelContext) -> None:
-    ctx.comm("tp")
-    _absent(ctx)
-
-
-def _several_under_way(ctx: ParallelContext) -> None:
-    def last(comm: Comm) -> None:
-        waits = [comm.start_all_reduce(torch.ones(7)) for _ in range(3)]
-        time.sleep(3.0)  # longer than the time-out: all have failed, of which one says why
-        for wait in reversed(waits):
-            wait()
-
-    ctx.comm("tp")
-    _absent(ctx, last)
-
-
 def test_the_last_of_several_that_are_under_way_tells_the_timeout(pool: OverRoad, tmp_path: Path) -> None:
-    env = {"TPCORE_TEST_RELEASE": str(tmp_path / "release"), "TPCORE_CHECK": "0"}
-    error = pool.outcomes(TP2, _several_under_way, timeout=2.0, env=env)[0].error
+    arguments, env = (str(tmp_path / "release"), True, True), {"TPCORE_CHECK": "0"}
+    error = pool.outcomes(TP2, _absent, *arguments, timeout=2.0, env=env)[0].error
     assert isinstance(error, CollectiveTimeoutError)
     assert "rank 0 waits for rank 1, which did not come" in str(error)
 
 
 def test_a_rank_that_does_not_come_to_make_a_group(pool: OverRoad, tmp_path: Path) -> None:
-    env = {"TPCORE_TEST_RELEASE": str(tmp_path / "release")}
-    error = pool.outcomes(TP2, _absent, timeout=5.0, env=env)[0].error
+    error = pool.outcomes(TP2, _absent, str(tmp_path / "release"), False, timeout=5.0)[0].error
     assert isinstance(error, CollectiveTimeoutError)
     assert "rank 0 waited 5 s to make group 0: rank 1 of 2 did not come" in str(error)
 

@@ -7,7 +7,6 @@ waiting until the timeout.
 from __future__ import annotations
 
 import copy
-import os
 import re
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from ends import said
 from roads import GLOO, OverRoad, each_road  # noqa: F401  a fixture
 from tpcore_cpu_gloo import GlooBackend
 
@@ -25,6 +25,7 @@ from tpcore.errors import CollectiveMismatchError
 from tpcore.layers import ColumnParallelLinear
 from tpcore.layout.mesh import Mesh
 from tpcore.runtime.context import ParallelContext
+from tpcore.settings import changed
 
 Program = Callable[[Comm, bool], object]
 
@@ -115,11 +116,7 @@ def _message(ctx: ParallelContext, kind: str, odd: int, before: int = 0) -> str:
     comm = ctx.comm("tp")
     comm.all_reduce(torch.ones(1))
     _advance(comm, before)
-    try:
-        KINDS[kind](comm, ctx.rank == odd)
-    except CollectiveMismatchError as e:
-        return str(e)
-    return "no error"
+    return said(CollectiveMismatchError, lambda: KINDS[kind](comm, ctx.rank == odd))
 
 
 def quick(test: str, params: Mapping[str, Any]) -> bool:
@@ -208,12 +205,8 @@ def test_swapped_calls_of_one_shape_are_found_at_the_second(pool: OverRoad, befo
 def _swapped_in_each_step(ctx: ParallelContext) -> str:
     comm = ctx.comm("tp")
     _advance(comm, _CHECKED)
-    try:
-        for _ in range(2 * 17):
-            swapped_calls_of_one_shape(comm, ctx.rank == 1)
-    except CollectiveMismatchError as e:
-        return str(e)
-    return "no error"
+    steps = (swapped_calls_of_one_shape(comm, ctx.rank == 1) for _ in range(2 * 17))
+    return said(CollectiveMismatchError, lambda: list(steps))
 
 
 def test_calls_that_are_swapped_in_each_step_are_found_on_every_road(pool: OverRoad) -> None:
@@ -256,8 +249,8 @@ def test_swapped_layers_are_found(pool: OverRoad, how: str, before: int) -> None
 
 def test_layers_that_a_rank_has_made_alone_are_no_swapped_ones(pool: OverRoad) -> None:
     """The numbers of its later layers are others than those of the same layers elsewhere."""
-    said = pool.run(Mesh({"tp": 2}), _swapped_layers, "a layer more on rank 1", 0, env=WARMUP)
-    assert all("no error" in text for text in said)
+    texts = pool.run(Mesh({"tp": 2}), _swapped_layers, "a layer more on rank 1", 0, env=WARMUP)
+    assert all("no error" in text for text in texts)
 
 
 def _turns(ctx: ParallelContext) -> float:
@@ -296,31 +289,21 @@ def test_off_checks_nothing(pool: OverRoad) -> None:
 
 
 def _settings_differ(ctx: ParallelContext) -> str:
-    os.environ["TPCORE_CHECK"] = "0" if ctx.rank else "1"
-    try:
-        GlooBackend().start(20.0)
-    except ValueError as e:
-        return str(e)
-    finally:
-        os.environ["TPCORE_CHECK"] = "1"
-    return "no error"
+    with changed({"TPCORE_CHECK": "0" if ctx.rank else "1"}):
+        return said(ValueError, lambda: GlooBackend().start(20.0))
 
 
 def test_ranks_that_would_check_different_calls_do_not_start(pool: OverRoad) -> None:
-    for said in pool.run(Mesh({"tp": 2}), _settings_differ):
-        assert re.search(r"TPCORE_CHECK must be the same on all ranks; .* rank 0: \d+, rank 1: 0", said)
+    for text in pool.run(Mesh({"tp": 2}), _settings_differ):
+        assert re.search(r"TPCORE_CHECK must be the same on all ranks; .* rank 0: \d+, rank 1: 0", text)
 
 
 def _other_partition(ctx: ParallelContext) -> str:
     mesh = Mesh({"dp": 2, "tp": 2}) if ctx.rank == 2 else Mesh({"dp": 1, "tp": 4})
-    try:
-        ctx.backend.comm(mesh.group("tp"), ctx.rank)
-    except CollectiveMismatchError as e:
-        return str(e)
-    return "no error"
+    return said(CollectiveMismatchError, lambda: ctx.backend.comm(mesh.group("tp"), ctx.rank))
 
 
 def test_ranks_that_make_different_groups(pool: OverRoad) -> None:
-    for said in pool.run(Mesh({"tp": 4}), _other_partition):
-        assert "ranks 0 and 2 disagree on the next groups to make" in said
-        assert "rank 2: ((0, 1), (2, 3))" in said
+    for text in pool.run(Mesh({"tp": 4}), _other_partition):
+        assert "ranks 0 and 2 disagree on the next groups to make" in text
+        assert "rank 2: ((0, 1), (2, 3))" in text

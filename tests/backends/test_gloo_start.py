@@ -6,8 +6,6 @@ import json
 import os
 import re
 import socket
-import subprocess
-import sys
 import time
 from dataclasses import astuple
 from multiprocessing import get_context
@@ -69,19 +67,6 @@ def test_alone(port: int) -> None:
     assert not dist.is_initialized()
 
 
-def test_alone_with_tp_says_how_to_start(port: int) -> None:
-    with pytest.raises(ValueError, match=r"(?s)tp=2 needs 2 processes.*torchrun --nproc_per_node=2"):
-        tpcore.init("cpu_gloo", tp=2)
-    assert not dist.is_initialized()
-
-
-def test_tp_larger_than_the_world_that_was_launched(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
-    _environment(monkeypatch, 0, 1, "127.0.0.1", port)
-    with pytest.raises(ValueError, match="tp=2 is larger than the world of 1 processes"):
-        tpcore.init("cpu_gloo", tp=2)
-    assert not dist.is_initialized()
-
-
 @pytest.mark.parametrize(
     ("values", "said"),
     [
@@ -129,56 +114,15 @@ def test_a_default_group_of_the_program_is_adopted_and_left(pool: RankPool) -> N
     assert pool.run(Mesh({"tp": 4}), _adopt) == [[1.0, 1.0], [1.0, 1.0], [5.0, 5.0], [5.0, 5.0]]
 
 
-def by_hand(script: Path, port: int) -> tuple[list[subprocess.Popen[str]], list[tuple[str, str]]]:
-    """Two ranks without a launcher, and what they printed."""
-    ranks = []
-    for rank in range(2):
-        values = dict(zip(VARIABLES, (str(rank), "2", "127.0.0.1", str(port)), strict=True))
-        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        ranks.append(subprocess.Popen([sys.executable, str(script)], env=os.environ | values, **streams))
-    return ranks, [rank.communicate() for rank in ranks]
-
-
 BY_HAND = """
-import os, sys, torch, tpcore
+import os, torch, tpcore
 
 ctx = tpcore.init("cpu_gloo", tp=2, timeout=30)
-print(float(ctx.comm("tp").all_reduce(torch.ones(()))), flush=True)
-if ctx.rank == 0:
+ctx.comm("tp").all_reduce(torch.ones(()))
+if ctx.rank == 1:
     os.kill(os.getpid(), 9)
 ctx.comm("tp").all_reduce(torch.ones(()))
 """
-
-
-@pytest.mark.processes
-def test_started_by_hand_and_the_host_of_the_store_dies(tmp_path: Path, port: int) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(BY_HAND)
-    ranks, ((first, _), (second, said)) = by_hand(script, port)
-    assert (first, second) == ("2.0\n", "2.0\n")
-    assert [rank.returncode for rank in ranks] == [-9, 1]
-    # gone: this test's own wait for rank 0 has taken the wait status away
-    assert re.search(r"PeerLostError: rank 0 \(pid \d+ on .*\) (was killed by SIGKILL|is gone)", said)
-
-
-OWN_TP = """
-import os, tpcore
-
-tpcore.init("cpu_gloo", tp=1 + int(os.environ["RANK"]), timeout=30)
-"""
-
-
-@pytest.mark.processes
-def test_ranks_that_ask_for_different_meshes_all_say_so(tmp_path: Path, port: int) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(OWN_TP)
-    ranks, said = by_hand(script, port)
-    errors = [printed for _, printed in said]
-    assert [rank.returncode for rank in ranks] == [1, 1], errors
-    for printed in errors:
-        assert re.search(r"ValueError: rank 0 has the mesh .*'tp': 1\} and rank 1 has .*'tp': 2\}", printed)
-
-
 REAPED_AT_ONCE = """
 import os, signal, subprocess, sys
 
@@ -192,7 +136,7 @@ for rank in [subprocess.Popen([sys.executable, sys.argv[1]], env=os.environ | v)
 @pytest.mark.slow
 @pytest.mark.processes
 def test_a_rank_whose_launcher_leaves_no_wait_status_is_named(tmp_path: Path, port: int) -> None:
-    (tmp_path / "train.py").write_text(BY_HAND.replace("ctx.rank == 0", "ctx.rank == 1"))
+    (tmp_path / "train.py").write_text(BY_HAND)
     (tmp_path / "launcher.py").write_text(REAPED_AT_ONCE)
     words = ["python", "launcher.py", "train.py", ",".join(VARIABLES), str(port)]
     said = forked.run(words, tmp_path).stderr
@@ -205,33 +149,31 @@ OWN = Identity.own()
 DEAD = Identity(OWN.hostname, OWN.host, OWN.pid, OWN.started - 1)
 
 
+FAR = Identity("elsewhere", "another host", 1, 1)
+
+
 def held_by(who: Identity) -> dist.Store:
     store = dist.HashStore()
     store.set("tpcore/rank/1", json.dumps([astuple(who), "token"]))
     return store
 
 
-@pytest.mark.parametrize("who", [OWN, DEAD], ids=["this process", "an ended one"])
+@pytest.mark.parametrize("who", [OWN, DEAD, FAR], ids=["this process", "an ended one", "one that left, elsewhere"])
 def test_a_place_may_be_taken_again(who: Identity) -> None:
     store = held_by(who)
+    if who is FAR:
+        store.set("tpcore/rank/0", json.dumps([astuple(OWN), "token"]))
+        store.set("tpcore monitor token/end/1", "left the job (tpcore.shutdown)")
     claim(store, 1, OWN, "another", 1.0)
     assert json.loads(store.get("tpcore/rank/1")) == [list(astuple(OWN)), "another"]
     assert twice(store) is None
 
 
 def test_a_place_of_a_living_process_is_refused_on_both_sides() -> None:
-    store = held_by(Identity("elsewhere", "another host", 1, 1))
+    store = held_by(FAR)
     with pytest.raises(BackendError, match=r"rank 1 has come twice, as pid 1 on elsewhere and as pid \d+"):
         claim(store, 1, OWN, "another", 1.0)
     assert re.search("has come twice", str(twice(store)))
-
-
-def test_a_place_that_was_left_may_be_taken_from_another_host() -> None:
-    store = held_by(Identity("elsewhere", "another host", 1, 1))
-    store.set("tpcore/rank/0", json.dumps([astuple(OWN), "token"]))
-    store.set("tpcore monitor token/end/1", "left the job (tpcore.shutdown)")
-    claim(store, 1, OWN, "another", 1.0)
-    assert twice(store) is None
 
 
 def test_ids_of_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,7 +192,7 @@ def _rank(environment: dict[str, str], answers: Connection) -> None:
         wait = Rendezvous._wait
         Rendezvous._wait = lambda *args: (wait(*args), time.sleep(1))  # type: ignore[method-assign]
     try:
-        ctx = tpcore.init("cpu_gloo", tp=2, timeout=60)
+        ctx = tpcore.init("cpu_gloo", tp=int(environment.get("TPCORE_TEST_TP", "2")), timeout=60)
         answers.send("started")
         while True:
             ctx.comm("tp").all_reduce(torch.ones(2))
@@ -271,6 +213,22 @@ def _started(port: int, rank: int, **more: str) -> tuple[Any, Connection]:
 def _port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as s:
         return int(s.getsockname()[1])
+
+
+@pytest.mark.processes
+def test_started_by_hand_and_the_host_of_the_store_dies(port: int) -> None:
+    ranks = [_started(port, rank) for rank in range(2)]
+    assert [answers.recv() for _, answers in ranks] == ["started", "started"]
+    ranks[0][0].kill()
+    # gone: the server of the processes may have taken the wait status away
+    assert re.match(r"rank 0 \(pid \d+ on .*\) (was killed by SIGKILL|is gone)", ranks[1][1].recv())
+
+
+@pytest.mark.processes
+def test_ranks_that_ask_for_different_meshes_all_say_so(port: int) -> None:
+    ranks = [_started(port, rank, TPCORE_TEST_TP=str(1 + rank)) for rank in range(2)]
+    for _, answers in ranks:
+        assert re.match(r"rank 0 has the mesh .*'tp': 1\} and rank 1 has .*'tp': 2\}", answers.recv())
 
 
 @pytest.mark.processes

@@ -20,7 +20,6 @@ from tiers import tiers
 
 import tpcore
 from tpcore import PeerLostError
-from tpcore.c10d.supervision.host import open_sockets
 from tpcore.c10d.supervision.rendezvous import host_store
 from tpcore.processes import launch as launching
 from tpcore.processes.transfer import RankTraceback, pack_call
@@ -188,14 +187,9 @@ def test_a_rank_that_ignores_sigterm_is_killed_when_another_fails(monkeypatch: p
 
 def test_the_store_listens_on_loopback_alone() -> None:
     store, job = host_store()
-    inodes = {inode for _, inode in open_sockets()}
-    listening = [
-        line.split()[1]
-        for file in ("tcp", "tcp6")
-        for line in Path(f"/proc/net/{file}").read_text().splitlines()[1:]
-        if line.split()[3] == "0A" and int(line.split()[9]) in inodes  # LISTEN
-    ]
-    assert f"0100007F:{int(job['MASTER_PORT']):04X}" in listening
-    assert not [at for at in listening if set(at.partition(":")[0]) == {"0"}]
+    port = int(job["MASTER_PORT"])
+    listening = [c.laddr for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
+    assert [at.ip for at in listening if at.port == port] == ["127.0.0.1"]
+    assert not [at for at in listening if at.ip in ("0.0.0.0", "::")]
     store.set("key", "value")
-    assert dist.TCPStore("127.0.0.1", int(job["MASTER_PORT"]), is_master=False).get("key") == b"value"
+    assert dist.TCPStore("127.0.0.1", port, is_master=False).get("key") == b"value"

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from ends import ENDS, STEPS, Tiny, ends_at, names
+from ends import ENDS, STEPS, Tiny, ends_at, names, said
 from rank_pool import RankPool
 from tiers import diagonal
 from tpcore_cpu_gloo import GlooBackend, segment
@@ -169,8 +169,8 @@ def test_a_rank_that_ends_at_any_step_is_named(tiny: RankPool, tmp_path: Path, h
     outcomes = tiny.outcomes(Mesh({"tp": world}), ends_at, how, step, str(tmp_path))
     for outcome in outcomes[:-1]:
         assert outcome.error is None
-        said, _ = outcome.value  # tests/lost.py measures the seconds; a time-out says other words
-        assert names(said, world - 1, how), said
+        text, _ = outcome.value  # tests/lost.py measures the seconds; a time-out says other words
+        assert names(text, world - 1, how), text
 
 
 def _forks(ctx: ParallelContext) -> list[float]:
@@ -266,11 +266,7 @@ def _differ(ctx: ParallelContext, large: int) -> list[str]:
         lambda: _two(comm, 5 if odd else 4),
     ]
     for call in calls:
-        try:
-            call()
-            out.append("no error")
-        except CollectiveMismatchError as e:
-            out.append(str(e))
+        out.append(said(CollectiveMismatchError, call))
         out.append(str(float(comm.all_reduce(torch.ones(())))))  # the group is in step again
     return out
 
@@ -284,10 +280,10 @@ def _two(comm: Comm, n: int) -> object:
 @pytest.mark.parametrize("large", [4, 1000])
 def test_calls_that_differ_are_named_and_the_group_goes_on(tiny: RankPool, large: int, check: str, world: int) -> None:
     every = tiny.run(Mesh({"tp": world}), _differ, large, env={"TPCORE_CHECK": check})
-    for said in every:
-        assert said == every[0]
-        assert said[1::2] == [f"{world}.0"] * 5
-        for text in said[::2]:
+    for texts in every:
+        assert texts == every[0]
+        assert texts[1::2] == [f"{world}.0"] * 5
+        for text in texts[::2]:
             assert f"ranks 0 and {world - 1} of group" in text
             assert text.count(" at ") == 2
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_pool import RankPool
+from test_c10d import Simple
 
-from tpcore.c10d.backend import C10dBackend
 from tpcore.c10d.supervision import fingerprints, rendezvous
 from tpcore.c10d.supervision.host import Identity, Links
 from tpcore.c10d.supervision.peers import PeerMonitor
@@ -28,18 +28,10 @@ from tpcore.runtime.context import ParallelContext
 TP2 = Mesh({"tp": 2})
 
 
-class OtherTransport(C10dBackend):
+class OtherTransport(Simple):
     """torch runs gloo for the CPU tensors of this one too; tpcore has not heard of its name."""
 
-    interface = C10dBackend.interface
     transport = "cpu:gloo"
-
-    @classmethod
-    def unavailable(cls) -> str | None:
-        return None
-
-    def device(self) -> torch.device:
-        return torch.device("cpu")
 
 
 @pytest.fixture(scope="module")

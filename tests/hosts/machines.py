@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import re
 import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -111,7 +111,8 @@ def _ranks(home: Path, ranks: range, env: dict[str, str], program: Callable[...,
         if pid == 0:
             end_with_parent()
             os.environ.update(env | {"RANK": str(rank), "LOCAL_RANK": str(local)})
-            _rank(home / f"printed{rank}", program, args)
+            printed = home / f"printed{rank}"
+            os._exit(forked.status(partial(program, *args), printed, printed))
         alive[pid] = rank
     while alive:
         pid, status = os.wait()
@@ -119,25 +120,6 @@ def _ranks(home: Path, ranks: range, env: dict[str, str], program: Callable[...,
             text = f"{os.waitstatus_to_exitcode(status)} {time.time()}"
             (home / f"ended{alive.pop(pid)}").write_text(text)
     return 0
-
-
-def _rank(printed: Path, program: Callable[..., None], args: tuple[Any, ...]) -> None:
-    with printed.open("a") as f:
-        os.dup2(f.fileno(), 1)
-        os.dup2(f.fileno(), 2)
-    sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
-    status = 0
-    try:
-        program(*args)
-    except SystemExit as e:
-        status = e.code if isinstance(e.code, int) else 1
-    except BaseException:  # noqa: BLE001  whatever it may end with, as the interpreter ends
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
-        status = 1
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
 
 
 def environment(world: int, check: str = "warmup", **more: str) -> dict[str, str]:

@@ -62,10 +62,7 @@ def test_a_job_that_is_killed_again_and_again(tmp_path: Path, kills: int) -> Non
         killed(tmp_path, MESHES[i % len(MESHES)], draw)
     steps = reached(tmp_path) + 3
     assert steps >= kills + 2
-    alone = Mesh({"pp": 1, "dp": 1, "tp": 1})
-    run_ranks(alone, lambda ctx: training.train(ctx, tmp_path, steps))
-    (tmp_path / "whole").mkdir()
-    run_ranks(alone, lambda ctx: training.train(ctx, tmp_path / "whole", steps))
+    run_ranks(Mesh({"pp": 1, "dp": 1, "tp": 1}), lambda ctx: training.train(ctx, tmp_path, steps))
     # float64: AdamW divides by small roots of sums that other meshes take in another order
-    assert training.losses(tmp_path) == pytest.approx(training.losses(tmp_path / "whole"), rel=1e-7)
+    assert training.losses(tmp_path) == pytest.approx(training.undisturbed(tmp_path / "whole", steps), rel=1e-7)
     assert sorted(os.listdir(tmp_path / "run")) == sorted(f"step_{s}" for s in (steps - 2, steps - 1))

@@ -143,18 +143,6 @@ def outcomes(
         yield {name: threads.submit(run, DRILLS[name], home / str(i)) for i, name in enumerate(names)}
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[float]]:
-    """Losses of a run of so many steps, on one rank."""
-
-    def losses(steps: int) -> list[float]:
-        home = tmp_path_factory.mktemp("undisturbed")
-        run_ranks(Mesh({"pp": 1, "dp": 1, "tp": 1}), lambda ctx: training.train(ctx, home, steps))
-        return list(training.losses(home).values())
-
-    return losses
-
-
 def resumed(home: Path, axes: Mapping[str, int], steps: int) -> None:
     """Go on for some steps, on one host."""
 
@@ -168,7 +156,7 @@ def resumed(home: Path, axes: Mapping[str, int], steps: int) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_rank_that_is_left_names_the_loss_and_the_job_goes_on(
-    name: str, outcomes: dict[str, Future[Outcome]], undisturbed: Callable[[int], list[float]]
+    name: str, outcomes: dict[str, Future[Outcome]], tmp_path: Path
 ) -> None:
     drill, outcome = DRILLS[name], outcomes[name].result()
     for host, named in drill.named.items():
@@ -184,5 +172,4 @@ def test_every_rank_that_is_left_names_the_loss_and_the_job_goes_on(
     resumed(outcome.home, {"pp": 1, "dp": 2, "tp": 1}, 2)
     assert all(name.startswith("step_") for name in os.listdir(outcome.home / "run")), "left by the lost save"
     found = training.losses(outcome.home)
-    want = undisturbed(len(found))
-    assert [found[step] for step in range(len(found))] == pytest.approx(want, rel=1e-9)
+    assert found == pytest.approx(training.undisturbed(tmp_path / "whole", len(found)), rel=1e-9)

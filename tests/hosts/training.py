@@ -13,9 +13,10 @@ import torch
 from pipelines import batch_of, cut, share_of
 
 import tpcore
-from tpcore import checkpoint
+from tpcore import Mesh, checkpoint
 from tpcore.checkpoint.write import save as writing
 from tpcore.runtime.context import ParallelContext
+from tpcore.testing import run_ranks
 
 LAYERS, BATCH = 6, 12  # for 1, 2 and 3 stages; for dp up to 3, in two microbatches
 
@@ -46,6 +47,13 @@ def train(ctx: ParallelContext, home: Path, steps: int, told: int = -1, in_backg
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
         checkpoint.save(state, home / "run" / f"step_{step}", async_save=in_background, keep_last=2)
     checkpoint.wait()
+
+
+def undisturbed(home: Path, steps: int) -> dict[int, float]:
+    """The losses of a run of so many steps, on one rank."""
+    home.mkdir()
+    run_ranks(Mesh({"pp": 1, "dp": 1, "tp": 1}), lambda ctx: train(ctx, home, steps))
+    return losses(home)
 
 
 def rank(home: str, axes: Mapping[str, int], steps: int, told: int, stuck: int | None = None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from tpcore.layout.mesh import Mesh
 from tpcore.runtime.context import ParallelContext
 from tpcore.trace import TensorParallelModel
 from tpcore.trace.api import _call, _size
-from tpcore.trace.artifact import TraceManifest
+from tpcore.trace.artifact import opened
 from tpcore.trace.make.tracing import Order, Traced, Tracer, assembled
 from tpcore.trace.serve.worker import Rank
 
@@ -72,43 +73,65 @@ DYNAMIC = {0: torch.export.Dim("rows", min=1, max=8), 1: torch.export.Dim("lengt
 
 
 def differences(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> float:
-    assert list(got) == list(want)
+    assert [(k, t.shape) for k, t in got.items()] == [(k, t.shape) for k, t in want.items()]
     return max(float((got[k] - want[k]).abs().max()) for k in want)
+
+
+def error_of(model: Any, rows: int, length: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> float:
+    """By how much the outputs of a traced Encoder differ from those of the plain one."""
+    ids, mask = batch(rows, length)
+    plain = Encoder(False, seed, dtype=dtype).eval().requires_grad_(False)
+    return differences(model(ids, mask), plain(ids, mask))
 
 
 # -- in the processes of the pool ---------------------------------------------------------------------------
 
 
-class InPool:
-    """Answers for ``Workers``, with the ranks of the pool: their state lasts as long as one ``session``."""
+Calls = Sequence[tuple[int, list[Tensor]]]
+"""Programs and their inputs."""
+Answers = list[list[Tensor]]
 
-    def __init__(self, pool: RankPool, folder: Path, manifest: TraceManifest) -> None:
-        self._pool, self._folder, self._manifest, self.weights = pool, folder, manifest, folder
-        self.running, self.failed = True, False
-        self.seconds: list[float] = []
+
+class Answering:
+    """Answers for ``Workers``: ``run`` returns what each rank does to calls. State lasts as long as a run."""
+
+    def __init__(self, folder: Path, run: Callable[[Calls], list[Answers]]) -> None:
+        self.weights, self._run, self.running = folder, run, True
 
     def call(self, program: int, inputs: Sequence[Tensor], timeout: float | None) -> list[Tensor]:
-        mesh = Mesh({"pp": 1, "dp": 1, "tp": self._manifest.tp})
-        every = self._pool.run(mesh, _run, self._folder, self._manifest, [(program, list(inputs))])
-        return every[0][0]
-
-    def close(self) -> None:
-        self.running = False
+        return self._run([(program, list(inputs))])[0][0]
 
 
-def _run(
-    ctx: ParallelContext, folder: Path, manifest: TraceManifest, calls: Sequence[tuple[int, list[Tensor]]]
-) -> list[list[Tensor]]:
-    rank = Rank(ctx, folder, manifest, folder)
+def traced_by(
+    trace: Callable[[Order], list[Traced]],
+    run: Callable[[Calls], list[Answers]],
+    folder: Path,
+    func: Callable[[], Any],
+    inputs: Any,
+    tp: int,
+    backend: str = "cpu_gloo",
+    *,
+    dynamic_shapes: Any = None,
+    bucket_inputs: Sequence[Any] = (),
+    pad_value: Any = 0,
+) -> TensorParallelModel:
+    calls = sorted((_call(e) for e in (inputs, *bucket_inputs)), key=_size)
+    order = Order(func, calls, dynamic_shapes, backend, tp, folder, "traced")
+    manifest = assembled(order, trace(order), pad_value)
+    model = TensorParallelModel(folder, manifest)
+    model._workers = Answering(folder, run)  # type: ignore[assignment]
+    return model
+
+
+def _run(ctx: ParallelContext, folder: Path, calls: Calls) -> Answers:
+    rank = Rank(ctx, folder, opened(folder), folder)
     return [[t.clone() for t in rank.run(program, inputs)] for program, inputs in calls]
 
 
-def run_ranks_of(
-    pool: RankPool, model: TensorParallelModel, calls: Sequence[tuple[Tensor, ...]]
-) -> list[list[list[Tensor]]]:
+def run_ranks_of(pool: RankPool, model: TensorParallelModel, calls: Sequence[tuple[Tensor, ...]]) -> list[Answers]:
     """What every rank returns to each of these calls, made one after another."""
     mesh = Mesh({"pp": 1, "dp": 1, "tp": model.tp_degree})
-    return pool.run(mesh, _run, model.folder, model.manifest, [(0, list(c)) for c in calls])
+    return pool.run(mesh, _run, model.folder, [(0, list(c)) for c in calls])
 
 
 def _trace(ctx: ParallelContext, order: Order) -> Traced:
@@ -116,18 +139,8 @@ def _trace(ctx: ParallelContext, order: Order) -> Traced:
 
 
 def traced_in(
-    pool: RankPool,
-    folder: Path,
-    func: Callable[[], Any],
-    inputs: Any,
-    tp: int,
-    *,
-    dynamic_shapes: Any = None,
-    bucket_inputs: Sequence[Any] = (),
-    pad_value: Any = 0,
+    pool: RankPool, folder: Path, func: Callable[[], Any], inputs: Any, tp: int, **options: Any
 ) -> TensorParallelModel:
-    calls = sorted((_call(e) for e in (inputs, *bucket_inputs)), key=_size)
-    order = Order(func, calls, dynamic_shapes, "cpu_gloo", tp, folder, "traced")
-    ranks = pool.run(Mesh({"pp": 1, "dp": 1, "tp": tp}), _trace, order)
-    manifest = assembled(order, ranks, pad_value)
-    return TensorParallelModel(folder, manifest, workers=InPool(pool, folder, manifest))
+    mesh = Mesh({"pp": 1, "dp": 1, "tp": tp})
+    trace, run = partial(pool.run, mesh, _trace), partial(pool.run, mesh, _run, folder)
+    return traced_by(trace, run, folder, func, inputs, tp, **options)

@@ -121,42 +121,21 @@ def test_what_goes_wrong_in_a_process(
     assert list(tmp_path.iterdir()) == []
 
 
-SLOW = """
-import os, signal, torch, tpcore
-
-def slow():
-    with open("started", "w") as told:
-        told.write(f"{os.getpid()} ")
-    signal.pause()
-
-tpcore.trace.parallel_model_trace(slow, torch.ones(1), 2, backend="cpu_gloo")
-"""
-
-
-@pytest.mark.slow
-def test_ctrl_c_ends_it(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(SLOW)
-    (tmp_path / "tmp").mkdir()
-    os.mkfifo(tmp_path / "started")
-    process = subprocess.Popen(
-        [sys.executable, "script.py"],
-        cwd=tmp_path,
-        env={**os.environ, "TMPDIR": str(tmp_path / "tmp")},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    pids: list[int] = []
-    while len(pids) < 2:  # a pipe: opening it waits for a rank to write
-        pids += map(int, (tmp_path / "started").read_text().split())
-    process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == -signal.SIGINT
-    assert "KeyboardInterrupt" in said
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
-    assert left(tmp_path / "tmp") == []
-
-
 X = torch.ones(1)
+
+
+def test_an_interrupt_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its processes end as those of any ``tpcore.launch`` do."""
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        assert list(tmp_path.iterdir())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr("tpcore.trace.api.launch", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        trace.parallel_model_trace(nn.Identity, X, 1, backend="cpu_gloo")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

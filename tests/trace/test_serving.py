@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import VOCABULARY, Encoder, batch, differences
+from models import VOCABULARY, Encoder, batch, differences, error_of
 
 import tpcore
 from tpcore.errors import BackendError, CheckpointError, PeerLostError
@@ -87,8 +87,7 @@ def test_a_host_holds_once_what_all_ranks_have(artifact: Path, served: TensorPar
     assert _mapped(served) == [{"tp_rank_0"}] * 2
     with changed({HUGE_PAGES.name: "0"}), parallel_model_load(artifact, timeout=60) as model:
         assert _mapped(model) == [{"tp_rank_0"}, {"tp_rank_0", "tp_rank_1"}]
-        ids, mask = batch(2, 8)
-        assert differences(model(ids, mask), plain()(ids, mask)) < EXACT
+        assert error_of(model, 2, 8) < EXACT
 
 
 def test_threads_are_served_in_their_order(served: TensorParallelModel) -> None:
@@ -133,7 +132,7 @@ def test_what_a_caller_does_wrong_changes_nothing(
 ) -> None:
     with pytest.raises(error, match=message):
         call(served)
-    assert differences(served(*batch(2, 8)), plain()(*batch(2, 8))) < EXACT
+    assert error_of(served, 2, 8) < EXACT
 
 
 def _save_at_4(folder: Path) -> None:
@@ -148,25 +147,24 @@ def test_weights_are_replaced(artifact: Path, tmp_path: Path) -> None:
     """From a checkpoint at another degree, a file, and a dict; a bad one changes nothing; saved with them."""
     _save_at_4(tmp_path / "sharded")
     torch.save(plain(4).state_dict(), tmp_path / "whole.pt")
-    ids, mask = batch(2, 8)
     with parallel_model_load(artifact) as model:
         for source, seed in ((tmp_path / "sharded", 3), (str(tmp_path / "whole.pt"), 4), (plain(5).state_dict(), 5)):
             model.replace_weights(source)
-            assert differences(model(ids, mask), plain(seed)(ids, mask)) < EXACT
+            assert error_of(model, 2, 8, seed) < EXACT
         small = Encoder(False, hidden=8).state_dict()
         with pytest.raises(CheckpointError, match=r"'places.weight'.*\(64, 8\).*\(64, 16\)"):
             model.replace_weights(small)
         with pytest.raises(CheckpointError, match="nowhere"):
             model.replace_weights(tmp_path / "nowhere")
-        assert differences(model(ids, mask), plain(5)(ids, mask)) < EXACT
+        assert error_of(model, 2, 8, 5) < EXACT
         parallel_model_save(model, tmp_path / "saved")
         os.kill(pids(model)[0], signal.SIGKILL)
         model.restart = True
         with pytest.raises(PeerLostError):
-            model(ids, mask)
-        assert differences(model(ids.flip(1), mask), plain(5)(ids.flip(1), mask)) < EXACT  # not the last ones
+            model(*batch(2, 8))
+        assert error_of(model, 3, 8, 5) < EXACT  # not the inputs that were sent last
     with parallel_model_load(tmp_path / "saved", verify=True) as model:
-        assert differences(model(ids, mask), plain(5)(ids, mask)) < EXACT
+        assert error_of(model, 2, 8, 5) < EXACT
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -217,7 +215,7 @@ def test_a_call_that_is_interrupted(served: TensorParallelModel) -> None:
     with pytest.raises(KeyboardInterrupt):
         served(*batch(3, 8))
     os.kill(numbers[1], signal.SIGCONT)
-    assert differences(served(*batch(2, 8)), plain()(*batch(2, 8))) < EXACT
+    assert error_of(served, 2, 8) < EXACT
     assert pids(served) == numbers
 
 
@@ -243,7 +241,7 @@ def test_interrupted_between_two_ranks(artifact: Path, monkeypatch: pytest.Monke
             model(*batch(1, 8))
         monkeypatch.undo()
         model.restart = True
-        assert differences(model(*batch(1, 8)), plain()(*batch(1, 8))) < EXACT
+        assert error_of(model, 1, 8) < EXACT
 
 
 SCRIPT = """
@@ -461,8 +459,7 @@ def test_calls_inside_and_outside_of_inference_mode(artifact: Path, served: Tens
     for first in (True, False):
         for inside in (first, not first, first):
             with torch.inference_mode(inside):
-                found = model(*batch(2, 8))
-        assert differences(found, plain()(*batch(2, 8))) < EXACT
+                assert error_of(model, 2, 8) < EXACT
         model = served
     gc.collect()
     assert gone(numbers)

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from models import DYNAMIC, VOCABULARY, Encoder, batch, differences, run_ranks_of, traced_in
+from models import DYNAMIC, VOCABULARY, Encoder, batch, error_of, run_ranks_of, traced_in
+from pipelines import CutModel, batch_of, cut, ends_of
 from rank_pool import RankPool
 from torch import Tensor, nn
 
 import tpcore
+from tpcore import Mesh, ParallelContext, Zero1
+from tpcore.comm import mappings as ops
 from tpcore.errors import BackendError
+from tpcore.testing import run_ranks
 
 # in float64, where a wrong term is larger by many orders of magnitude than another order of summation
 EXACT = 1e-12
@@ -23,13 +28,9 @@ EXACT = 1e-12
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_equals_the_unsharded_model(pool: RankPool, tmp_path: Path, tp: int) -> None:
     model = traced_in(pool, tmp_path, lambda: Encoder(True), batch(1, 8), tp, dynamic_shapes=(DYNAMIC, DYNAMIC))
-    plain = Encoder(False).eval()
     for rows, length in ((1, 8), (3, 20), (8, 64)):
-        ids, mask = batch(rows, length)
-        with torch.no_grad():
-            want = plain(ids, mask)
-        assert differences(model(ids, mask=mask), want) < EXACT
-        everywhere = run_ranks_of(pool, model, [(ids, mask)])
+        assert error_of(model, rows, length) < EXACT
+        everywhere = run_ranks_of(pool, model, [batch(rows, length)])
         assert len(everywhere) == tp
         assert all(torch.equal(a, b) for r in everywhere for a, b in zip(r[0], everywhere[0][0], strict=True))
 
@@ -55,16 +56,11 @@ def test_buckets_pad_and_cut_back(pool: RankPool, tmp_path: Path) -> None:
         pad_value={"ids": 3},
     )
     assert model.manifest.programs == 3
-    plain = Encoder(False).eval()
     for rows, length in ((1, 8), (2, 9), (1, 5), (3, 32)):
-        ids, mask = batch(rows, length)
-        with torch.no_grad():
-            want = plain(ids, mask)
-        got = model(ids, mask)
-        assert got["logits"].shape == (rows, length, VOCABULARY)
-        assert differences(got, want) < EXACT
+        assert error_of(model, rows, length) < EXACT
     with pytest.raises(ValueError, match=r"no program takes ids"):
         model(*batch(5, 8))
+    ids, mask = batch(3, 32)
     ids[0, 3] = VOCABULARY
     with pytest.raises(IndexError, match="ParallelEmbedding: an id does not fit a vocabulary of 30"):
         model(ids, mask)
@@ -201,11 +197,8 @@ def test_an_example_may_be_a_view(pool: RankPool, tmp_path: Path) -> None:
     ids, mask = batch(2, 9)
     given = ids[:, :-1], mask[:, :-1]
     model = traced_in(pool, tmp_path, lambda: Encoder(True), given, 2, dynamic_shapes=(DYNAMIC, DYNAMIC))
-    plain = Encoder(False).eval()
     for rows, length in ((2, 8), (3, 21)):
-        ids, mask = (t[:, :-1] for t in batch(rows, length + 1))
-        with torch.no_grad():
-            assert differences(model(ids, mask=mask), plain(ids, mask)) < EXACT
+        assert error_of(model, rows, length) < EXACT
 
 
 class Spread(nn.Module):
@@ -237,3 +230,59 @@ def test_one_tensor_may_be_the_example_of_two_inputs(pool: RankPool, tmp_path: P
     x = torch.ones(2, 4)
     model = traced_in(pool, tmp_path, nn.PairwiseDistance, (x, x), 1)
     assert torch.equal(model(x, 3 * x), nn.PairwiseDistance()(x, 3 * x))
+
+
+# -- what a pipeline has trained is served without stages, at any tp ----------------------------------------
+IDS = batch_of(4, 9)["ids"]
+
+
+class Logits(nn.Module):
+    """A trained model up to its logits: what is served takes no labels."""
+
+    def __init__(self, model: CutModel) -> None:
+        super().__init__()
+        self.model, self.ends = model, ends_of(tpcore.current())
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x, n = self.model.embed(ids), ids.shape[1]
+        mix = torch.ones(n, n, dtype=x.dtype).tril() / n
+        for layer in self.model.layers:
+            x = layer(x, mix)
+        return ops.gather(self.model.head(self.model.norm(x)), self.ends, 2)
+
+
+def _trained(ctx: ParallelContext, folder: Path) -> Tensor:
+    """Its logits, after steps as two stages."""
+    model = cut(4, ctx)
+    pipe = tpcore.PipelineModel(model, 2)
+    pipe.layers.shared = ["mix"]
+    optimizer = Zero1(torch.optim.AdamW, model.named_parameters(), lr=0.05)
+    for step in range(2):
+        pipe.run_train(**batch_of(4, step))
+        tpcore.optimizer_step(optimizer, max_norm=1.0)
+        optimizer.zero_grad()
+    tpcore.checkpoint.save({"model": model.state_dict(), "optimizer": optimizer}, folder)
+    with torch.no_grad():
+        return Logits(model)(IDS)
+
+
+def _loaded(folder: Path, piped: bool) -> nn.Module:
+    """The class that was trained. ``piped``: its pipeline too, as it was written for training."""
+    model = cut(4, tpcore.current())
+    if piped:
+        model.layers = tpcore.PipelinedLayers(model.layers, 2, shared=["mix"])
+    tpcore.checkpoint.load(folder, model)
+    return Logits(model)
+
+
+@pytest.mark.parametrize("piped", [False, True])
+def test_a_checkpoint_of_stages_is_traced_and_served_at_any_tp(pool: RankPool, tmp_path: Path, piped: bool) -> None:
+    """The vocabulary is cut over pp x tp, as in training, and batches are of any size."""
+    want, *_ = run_ranks(Mesh({"pp": 2, "dp": 1, "tp": 2}), lambda ctx: _trained(ctx, tmp_path / "c"))
+    sizes = ({0: torch.export.Dim("rows", min=1, max=8)},)
+    for tp in (1, 2, 4):
+        folder, load = tmp_path / f"tp{tp}", partial(_loaded, tmp_path / "c", piped)
+        with traced_in(pool, folder, load, (IDS,), tp, dynamic_shapes=sizes) as served:
+            for rows in (4, 1, 3):
+                # 1e-12: float64 through a few layers
+                torch.testing.assert_close(served(IDS[:rows]), want[:rows], rtol=1e-12, atol=1e-12)

@@ -1,4 +1,4 @@
-"""The conformance kit on replicas: what every backend must do."""
+"""The conformance kit and the correctness matrix on replicas, with the cases and checks of threads and processes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from onreplicas import on_replicas
 from tiers import tiers
 from tpcore_neuron.testing import run_replicas
 
@@ -32,14 +33,14 @@ class TestNeuron(Conformance):
     backend = "neuron"
     worlds = (4,)
     starts = False  # replicas of one process
-    every = 61  # test_xla_matrix runs many more of them
+    every = 61  # the matrix below has many more of them
     # torch_xla adds a token, zero, to the input of a collective; XLA's maximum over CPUs leaves out NaN
     loses = ("the sign of zero", "NaN in a maximum")
 
     def choices(self) -> dict[str, list[Any]]:
         """Layers not in float64: XLA's exp and erf are good to 1e-9 there, and the bounds ask for 1e-15.
 
-        Each distinct call compiles a program. So what test_xla_matrix tests too, the other precisions, is left
+        Each distinct call compiles a program. So what the matrix tests too, the other precisions, is left
         to the drills here.
         """
         found = super().choices()
@@ -65,3 +66,25 @@ class TestNeuron(Conformance):
         """A seventh of the layers with few cases too, of which the kit takes all."""
         some = matrix.cases(layer, precision)
         self._check(run(line, matrix.run, some[:: self.every if len(some) > 20 else 7]))
+
+
+# -- the matrix ---------------------------------------------------------------------------------------------
+DTYPES = ("fp32", "bf16")
+POINTS = [(layer, tp, dtype) for tp in (2, 4) for dtype in DTYPES for layer in matrix.AXES]
+SAMPLE, FULL = (17, 7), (5, 1)  # one of so many cases, and where there are few
+
+
+def some(layer: str, tp: int, dtype: str, strides: tuple[int, int]) -> list[matrix.Case]:
+    """Every 17th, or of few every 7th, since each compiles programs of its own. Each tp and dtype begins
+    elsewhere, and the strides share no factor with the length of an axis: the four meet all values."""
+    found = [c for c in matrix.cases(layer, dtype) if ("mode", "sparse") not in c.options]
+    stride = strides[len(found) <= 20]
+    first = DTYPES.index(dtype) + len(DTYPES) * (tp > 2)
+    return found[first % stride :: stride]
+
+
+@pytest.mark.parametrize(
+    ("layer", "tp", "dtype", "strides"), tiers([(*p, SAMPLE) for p in POINTS], drill=[(*p, FULL) for p in POINTS])
+)
+def test_equals_the_plain_module(layer, tp, dtype, strides):
+    matrix.report(on_replicas(tp, tp, matrix.run, some(layer, tp, dtype, strides)))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from onreplicas import on_replicas
-from tpcore_neuron.testing import programs, run_replicas
+from tpcore_neuron.testing import Program, lower, programs
 
 import tpcore
 from tpcore import Mesh
@@ -65,11 +66,11 @@ def clip_and_step(model: Any, optimizer: Any) -> None:
     optimizer.step()
 
 
-def train(ctx: ParallelContext, family: str, sequence_parallel: bool, **ways: bool) -> None:
+def train(ctx: ParallelContext, make: Callable[[], Any], **ways: Any) -> None:
     warnings.simplefilter("ignore")
-    whole = make(family).train()
+    whole = make().train()
     want = losses(whole, torch.optim.AdamW(whole.parameters(), lr=1e-2), clip_and_step, "cpu")
-    model = tpcore.parallelize(make(family), sequence_parallel=sequence_parallel, **ways).train()
+    model = tpcore.parallelize(make(), **ways).train()
     tpcore.layers.move_model_to_device(model, ctx.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     before = len(programs())
@@ -81,12 +82,12 @@ def train(ctx: ParallelContext, family: str, sequence_parallel: bool, **ways: bo
 
 @pytest.mark.parametrize(("family", "sequence_parallel"), [("llama", True), ("bert", False), ("t5", True)])
 def test_trains_as_the_whole_model(family: str, sequence_parallel: bool) -> None:
-    on_replicas(2, 2, train, family, sequence_parallel)
+    on_replicas(2, 2, partial(train, make=partial(make, family), sequence_parallel=sequence_parallel))
 
 
 @pytest.mark.parametrize("ways", [{}, {"expert_parallel": True}], ids=["features", "experts"])
 def test_experts_are_one_program_whichever_are_chosen(ways: dict[str, bool]) -> None:
-    on_replicas(2, 2, partial(train, **ways), "mixtral", False)
+    on_replicas(2, 2, partial(train, make=partial(make, "mixtral"), **ways))
 
 
 def steps_of_experts(ctx: ParallelContext, ways: dict[str, Any]) -> list[float]:
@@ -105,16 +106,12 @@ def steps_of_experts(ctx: ParallelContext, ways: dict[str, Any]) -> list[float]:
     return [*(loss.item() for loss in found), *(one.dropped for one in load.read().values())]
 
 
-def on_the_device(tp: int, ep: int, ways: dict[str, Any]) -> list[float]:
+def on_the_device(ctx: ParallelContext, ways: dict[str, Any]) -> list[float]:
     warnings.simplefilter("ignore")
-    ctx = tpcore.init(backend="neuron", tp=tp, ep=ep)
     before = len(programs())
-    try:
-        found = steps_of_experts(ctx, ways)
-        assert sum(bool(p.compiled) for p in programs()[before:]) <= 4  # two steps, and the counts of two layers
-        return found
-    finally:
-        tpcore.shutdown()
+    found = steps_of_experts(ctx, ways)
+    assert sum(bool(p.compiled) for p in programs()[before:]) <= 4  # two steps, and the counts of two layers
+    return found
 
 
 @pytest.mark.parametrize(
@@ -124,7 +121,49 @@ def on_the_device(tp: int, ep: int, ways: dict[str, Any]) -> list[float]:
 def test_a_capacity_drops_what_it_does_on_the_cpu(tp: int, ep: int, ways: dict[str, Any]) -> None:
     """Compiled once, with static shapes: experts of few seats, and tokens in the seats of an all-to-all."""
     want = run_ranks(Mesh({"dp": 1, "ep": ep, "tp": tp}), lambda ctx: steps_of_experts(ctx, ways))
-    got = run_replicas(on_the_device, 2, tp, ep, ways)
+    got = on_replicas(2, tp, on_the_device, ways, ep=ep)
     for mine, of_threads in zip(got, want, strict=True):
         assert mine == pytest.approx(of_threads, abs=1e-5)  # float32, four steps
     assert all(dropped > 0 for dropped in want[0][STEPS:])
+
+
+# -- context parallelism -----------------------------------------------------------------------------------
+WAYS = ("gather", "ulysses", "ring")
+
+
+def llama(layers: int = 2) -> Any:
+    torch.manual_seed(0)
+    sizes = {**SIZES, "num_attention_heads": 8, "num_key_value_heads": 2, "num_hidden_layers": layers}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_trains_with_tokens_of_other_ranks(way: str) -> None:
+    on_replicas(2, 1, partial(train, make=llama, context_parallel=way), cp=2)
+
+
+def step(ctx: ParallelContext, way: str, layers: int, length: int = 64) -> Program:
+    """Forward and backward of a model, lowered and not compiled."""
+    warnings.simplefilter("ignore")
+    model = tpcore.parallelize(llama(layers), context_parallel=way)
+    tpcore.layers.move_model_to_device(model, ctx.device)
+    ids = torch.randint(3, 99, (1, length), generator=torch.Generator().manual_seed(1)).to(ctx.device)
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return lower(loss.detach(), *(p.grad for p in model.parameters()))
+
+
+@pytest.mark.slow
+def test_the_size_of_a_program() -> None:
+    """Of a layer: about as many operations at every degree, but for the ring, which adds as many for each step."""
+    size: dict[str, list[int]] = {way: [] for way in WAYS}
+    for way in WAYS:
+        for cp in (2, 4, 8):
+            of = [on_replicas(cp, 1, step, way, layers, cp=cp) for layers in (1, 2)]
+            for every in of:
+                assert {p.digest for p in every} == {every[0].digest}
+            size[way].append(of[1][0].operations - of[0][0].operations)
+    for way in ("gather", "ulysses"):
+        assert max(size[way]) < 1.1 * min(size[way])
+    two, four, eight = size["ring"]
+    assert eight - four == 2 * (four - two) > 0, "two halves of a block for each rank"

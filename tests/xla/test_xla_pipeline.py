@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
+from onreplicas import on_replicas
 from pipelines import assert_same_gradients, batch_of, cut, plain
-from tpcore_neuron.testing import programs, run_replicas
+from tpcore_neuron.testing import programs
 
 import tpcore
 
 FLOAT64 = 1e-8  # XLA's exp and erf of float64 are good to about 1e-9, not to 1e-16
-
-
-def on_stages(pp: int, tp: int, fn: Any, *args: Any) -> list[Any]:
-    return run_replicas(_with_context, pp * tp, pp, tp, fn, args)
-
-
-def _with_context(pp: int, tp: int, fn: Any, args: tuple[Any, ...]) -> Any:
-    ctx = tpcore.init(backend="neuron", tp=tp, pp=pp)
-    try:
-        return fn(ctx, *args)
-    finally:
-        tpcore.shutdown()
 
 
 def equal(ctx: tpcore.ParallelContext, count: int) -> None:
@@ -52,7 +39,7 @@ def equal(ctx: tpcore.ParallelContext, count: int) -> None:
 
 @pytest.mark.parametrize(("pp", "tp", "count"), [(2, 2, 2), (4, 1, 2)])
 def test_a_pipeline_is_the_plain_model(pp: int, tp: int, count: int) -> None:
-    on_stages(pp, tp, equal, count)
+    on_replicas(pp * tp, tp, equal, count, pp=pp)
 
 
 def counted(ctx: tpcore.ParallelContext) -> list[list[tuple[int, int, int]]]:
@@ -79,7 +66,7 @@ def counted(ctx: tpcore.ParallelContext) -> list[list[tuple[int, int, int]]]:
 def test_microbatches_run_the_same_programs() -> None:
     """What is compiled for 4 microbatches serves 8 and 16, but for the program that cuts the batch. Nothing
     is compiled after the second step. Replicas compare the programs of both stages as they run."""
-    for four, eight, sixteen in on_stages(2, 1, counted):
+    for four, eight, sixteen in on_replicas(2, 1, counted, pp=2):
         for count, steps in ((4, four), (8, eight), (16, sixteen)):
             # one for the batch, one a tick, the step
             assert [run for run, _, _ in steps] == [1 + count + 2 + 1] * 3

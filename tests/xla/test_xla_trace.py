@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,46 +20,29 @@ import tpcore
 from tpcore.backend.interface import CompilerOptions
 from tpcore.nxd.trace import _compiled_with
 from tpcore.trace import TensorParallelModel, parallel_model_load, parallel_model_save, parallel_model_trace
-from tpcore.trace.api import _call, _size
-from tpcore.trace.artifact import TraceManifest, opened, read_weights
-from tpcore.trace.make.tracing import Order, assembled, trace_rank
+from tpcore.trace.artifact import opened, read_weights
+from tpcore.trace.make.tracing import trace_rank
 from tpcore.trace.serve.worker import Rank
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "trace"))
 
 from bert_model import shard_bert
-from models import Encoder, batch, differences
+from models import Answers, Calls, Encoder, batch, error_of, traced_by
+
+ROUNDS = 1e-5  # float32 sums in another order
 
 
-class OnReplicas:
-    """Answers for ``Workers``, with a run of replicas for every call."""
-
-    def __init__(self, folder: Path, manifest: TraceManifest) -> None:
-        self._folder, self._manifest, self.weights = folder, manifest, folder
-        self.running, self.failed = True, False
-
-    def call(self, program: int, inputs: Sequence[torch.Tensor], timeout: float | None) -> list[torch.Tensor]:
-        every = run_replicas(serve, self._manifest.tp, self._folder, [(program, list(inputs))])
-        return every[0][0]
-
-    def close(self) -> None:
-        self.running = False
-
-
-def serve(folder: Path, calls: Sequence[tuple[int, list[torch.Tensor]]]) -> list[list[torch.Tensor]]:
+def serve(folder: Path, calls: Calls) -> Answers:
     manifest = opened(folder)
     rank = Rank(tpcore.init(manifest.backend, manifest.tp), folder, manifest, folder)
     return [rank.run(program, inputs) for program, inputs in calls]
 
 
-def traced(
-    folder: Path, func: Callable[[], Any], inputs: Any, tp: int, *, bucket_inputs: Sequence[Any] = (), **more: Any
-) -> TensorParallelModel:
-    calls = sorted((_call(e) for e in (inputs, *bucket_inputs)), key=_size)
-    order = Order(func, calls, more.get("dynamic_shapes"), "neuron", tp, folder, "traced")
-    manifest = assembled(order, run_replicas(trace_rank, tp, order), 0)
-    return TensorParallelModel(folder, manifest, workers=OnReplicas(folder, manifest))
+def traced(folder: Path, func: Callable[[], Any], inputs: Any, tp: int, **options: Any) -> TensorParallelModel:
+    """With a run of replicas for every call."""
+    trace, run = partial(run_replicas, trace_rank, tp), partial(run_replicas, serve, tp, folder)
+    return traced_by(trace, run, folder, func, inputs, tp, "neuron", **options)
 
 
 def make() -> Encoder:
@@ -68,12 +51,8 @@ def make() -> Encoder:
 
 def test_equals_the_unsharded_model(tmp_path):
     model = traced(tmp_path, make, batch(2, 8), 4, bucket_inputs=[batch(4, 12)])
-    plain = Encoder(False, dtype=torch.float32)
     for rows, length in ((2, 8), (4, 12), (3, 9)):
-        ids, mask = batch(rows, length)
-        got, want = model(ids, mask), plain(ids, mask)
-        # float32 sums in another order
-        assert differences(got, {k: v.detach() for k, v in want.items()}) < 1e-5
+        assert error_of(model, rows, length, dtype=torch.float32) < ROUNDS
 
 
 def test_the_program_holds_no_weights_and_one_serves_all_ranks(tmp_path):
@@ -176,16 +155,15 @@ class Stubborn(torch.nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("what", "said", "more"),
+    ("what", "said"),
     [
-        ("rank", "ranks 0 and 1 would need different programs", {}),
-        ("value", r"__bool__ at .*test_xla_trace\.py:\d+ reads a value, and a traced model has none", {}),
-        ("dims", r"rows .* are to change, and an XLA program has fixed ones.*bucket_inputs", {0: "rows"}),
+        ("rank", "ranks 0 and 1 would need different programs"),
+        ("value", r"__bool__ at .*test_xla_trace\.py:\d+ reads a value, and a traced model has none"),
     ],
 )
-def test_what_cannot_be_traced_is_said(tmp_path, what, said, more):
+def test_what_cannot_be_traced_is_said(tmp_path, what, said):
     with pytest.raises(tpcore.BackendError, match=said):
-        traced(tmp_path, lambda: Stubborn(what), torch.ones(2, 3), 2, dynamic_shapes={"x": more} if more else None)
+        traced(tmp_path, lambda: Stubborn(what), torch.ones(2, 3), 2)
 
 
 def test_a_damaged_program_is_an_error(tmp_path):
@@ -221,16 +199,14 @@ def test_where_the_neuron_tools_are_the_program_is_compiled_and_that_runs(neuron
     model = traced(tmp_path / "encoder", _compiled_with(options, make, "neuron"), batch(2, 8), 2)
     assert (tmp_path / "encoder/programs/0/neuron.pt").is_file()
     assert (tmp_path / "work/0/args").read_text() == "--model-type=transformer -O1"
-    want = Encoder(False, dtype=torch.float32)(*batch(2, 8))
-    want = {k: v.detach() for k, v in want.items()}
-    assert differences(model(*batch(2, 8)), want) < 1e-5
+    assert error_of(model, 2, 8, dtype=torch.float32) < ROUNDS
     (tmp_path / "counting").mkdir()
     traced(tmp_path / "counting", counting, CALLS[0], 2)
     for rank in run_replicas(kept, 2, tmp_path / "counting"):
         check_kept(rank)
     neuronx.undo()
     close()
-    assert differences(model(*batch(2, 8)), want) < 1e-5  # what it was compiled from runs without the tools
+    assert error_of(model, 2, 8, dtype=torch.float32) < ROUNDS  # what it was compiled from runs without the tools
 
 
 # -- from end to end ----------------------------------------------------------------------------------------
@@ -241,9 +217,7 @@ def test_a_model_is_traced_saved_and_served(monkeypatch, tmp_path):
     parallel_model_save(model, tmp_path / "saved")
     model.close()
     with parallel_model_load(tmp_path / "saved", timeout=120) as served:
-        got = served(*batch(2, 8))
-    want = Encoder(False, dtype=torch.float32)(*batch(2, 8))
-    assert differences(got, {k: v.detach() for k, v in want.items()}) < 1e-5
+        assert error_of(served, 2, 8, dtype=torch.float32) < ROUNDS
 
 
 def test_several_processes_on_a_cpu_are_refused_in_favour_of_replicas(monkeypatch):

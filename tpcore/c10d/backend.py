@@ -4,7 +4,7 @@ not in ``backends/`` because third parties derive from it; the core never import
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
@@ -32,8 +32,8 @@ from .transport import C10dTransport
 
 class C10dBackend(Backend):
     """One rank of a job. Errors name lost ranks and mismatched calls, whatever the transport. The job is, in this
-    order: torch.distributed's default group if the program has made one; ``store`` with ``rank`` and ``world``; the
-    job of torchrun's environment variables; a world of one."""
+    order: torch.distributed's default group if the program has made one; the job of torchrun's environment variables;
+    a world of one."""
 
     interface = 2
     capabilities = Capabilities(
@@ -45,12 +45,11 @@ class C10dBackend(Backend):
     library: ClassVar[tuple[str, ...]] = ()
     """Path prefixes of the backend's own files, which call sites in messages skip."""
 
-    def __init__(self, store: dist.Store | None = None, rank: int = 0, world: int = 1) -> None:
-        self._given = None if store is None else (store, rank, world)
+    def __init__(self) -> None:
         self._groups: dict[tuple[Members, ...], Any] = {}
         self._alone_pg: Any = None
         self._made, self._connected = list[Any](), list[C10dTransport]()
-        self._rank, self._world, self._owns = rank, world, False
+        self._owns = False
         self._supervisor: Supervisor | None = None
         self._hook: RemovableHandle | None = None
         self.device_meshes: dict[tuple[tuple[str, int], ...], Any] = {}
@@ -79,14 +78,15 @@ class C10dBackend(Backend):
         if adopted:
             store, rank, world = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
         else:
-            store, rank, world = self._given or store_of_environment(self._timeout) or (dist.HashStore(), 0, 1)
+            store, rank, world = store_of_environment(self._timeout) or (dist.HashStore(), 0, 1)
         self._rank, self._world = rank, world
         if world > 1:
             self._supervisor = Supervisor(store, rank, world, self._timeout, self.library, self.lazy)
             self._supervised(self._supervisor)
             store = self._supervisor.store
         if not adopted:
-            with self._connecting(range(world)):
+            supervisor = self._supervisor
+            with self._alone() if supervisor is None else supervisor.connecting(range(world), self._sockets):
                 self._owns = True  # set before the call: an error inside may leave the group half made
                 dist.init_process_group(self.transport, timeout=self._seconds, store=store, rank=rank, world_size=world)
                 if world > 1:
@@ -150,11 +150,6 @@ class C10dBackend(Backend):
         """Whether the transport over ``pg`` compares calls itself. All members call it, once for a group."""
         return False
 
-    def _connecting(self, members: Sequence[int]) -> AbstractContextManager[None]:
-        if self._supervisor is None:
-            return self._alone()
-        return self._supervisor.connecting(members, self._sockets)
-
     def connect(self, group: Group, rank: int) -> Transport:
         if group.size == 1:
             return self._over(group, self._single)
@@ -190,7 +185,7 @@ class C10dBackend(Backend):
         members, number = group.members(self._rank), len(self._groups)
         supervisor = self._supervising(members)
         supervisor.agree_on_group(number, group.partition)
-        with self._connecting(members):
+        with supervisor.connecting(members, self._sockets):
             pg = self._joined(group)
         self._watch(group, pg)
         supervisor.meet(f"have made group {number}")

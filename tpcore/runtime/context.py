@@ -30,18 +30,16 @@ class ParallelContext:
     backend: Backend
     mesh: Mesh
     rank: int  # host-side only: file names, logs. Graphs use comm.position
-    checks: Checks | None = field(default=None, repr=False, compare=False)
-    part_of: ParallelContext | None = field(default=None, repr=False, compare=False)
+    checks: Checks | None = field(default=None, compare=False)
+    part_of: ParallelContext | None = field(default=None, compare=False)
     """The context of the whole job, if this one's mesh is a group of its ranks."""
-    ended: ExitStack = field(default_factory=ExitStack, init=False, repr=False, compare=False)
+    ended: ExitStack = field(default_factory=ExitStack, init=False, compare=False)
     """Closed by ``shutdown``."""
-    _comms: dict[tuple[tuple[str, ...], int | None], Comm] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-    steppers: list[ref[Any]] = field(default_factory=list, init=False, repr=False, compare=False)
+    _comms: dict[tuple[tuple[str, ...], int | None], Comm] = field(default_factory=dict, init=False, compare=False)
+    steppers: list[ref[Any]] = field(default_factory=list, init=False, compare=False)
     """The ``Zero1``s made here: their parameters' gradients are averaged by their step alone."""
-    _pid: int = field(default_factory=os.getpid, init=False, repr=False, compare=False)
-    _adopted: list[Comm] = field(default_factory=list, init=False, repr=False, compare=False)
+    _pid: int = field(default_factory=os.getpid, init=False, compare=False)
+    _adopted: list[Comm] = field(default_factory=list, init=False, compare=False)
 
     def __deepcopy__(self, memo: object) -> ParallelContext:
         return self  # a copied model is on the same mesh

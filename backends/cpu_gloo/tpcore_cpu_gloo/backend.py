@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from tpcore.backend.interface import Dims, Function, LoadedProgram
@@ -80,8 +79,8 @@ class GlooBackend(C10dBackend):
     buffers: ClassVar[tuple[int, int]] = (1 << 16, 1 << 22)
     """Bytes of a buffer in shared memory: at first, and at most. Larger tensors are sent in pieces."""
 
-    def __init__(self, store: dist.Store | None = None, rank: int = 0, world: int = 1) -> None:
-        super().__init__(store, rank, world)
+    def __init__(self) -> None:
+        super().__init__()
         self._shared: dict[Any, Exchange | str] = {}
 
     def start(self, timeout: float) -> tuple[int, int]:

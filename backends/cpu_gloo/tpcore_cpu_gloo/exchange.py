@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from tpcore.c10d.supervision.status import Entry
 from tpcore.c10d.supervision.waiting import Waiting
@@ -20,33 +17,6 @@ from tpcore.comm.signature import Call, Places, disagreement, word_of
 from tpcore.errors import CollectiveMismatchError
 
 from .segment import CALL, LEFT, PLACE, ROOM, Segment, busy, post_to, sleep_on
-
-Fold = Callable[..., Tensor]
-Tile = tuple[slice, slice]
-_HALF = (torch.float16, torch.bfloat16)
-
-
-def folded(parts: list[Tensor], fold: Fold, out: Tensor | None = None) -> Tensor:
-    """The parts combined in rank order, into ``out``. Half precision is summed in float32, rounded once."""
-    if len(parts) > 2 and parts[0].dtype in _HALF and fold is torch.add:
-        total = parts[0].float()
-        for part in parts[1:]:
-            total.add_(part)
-        return total.to(parts[0].dtype) if out is None else out.copy_(total)
-    total = fold(parts[0], parts[1], out=out)
-    for part in parts[2:]:
-        fold(total, part, out=total)
-    return total
-
-
-def tiles(rows: int, columns: int, most: int) -> Iterator[Tile]:
-    """Tiles of a matrix of at most ``most`` elements, whole rows if they fit. An empty matrix has one."""
-    wide = max(1, min(columns, most))
-    high = max(1, most // wide)
-    for r in range(0, max(1, rows), high):
-        for c in range(0, max(1, columns), wide):
-            yield slice(r, min(r + high, rows)), slice(c, min(c + wide, columns))
-
 
 _SPINS = 150  # of 0.3 us each: longer than a punctual peer takes
 _AWAKE = 2e-3
@@ -69,7 +39,7 @@ class Exchange:
         self.pending: Callable[[], object] | None = None
         """Completes the call that is posted but not taken yet."""
         self._next = self._posts = 0
-        self._places, self._words = Places(), [segment.words(b) for b in (0, 1)]
+        self._places = Places()
         self._cancel_parting = waiting.parting(self._leave)
         self._spins = _SPINS if crowd <= len(os.sched_getaffinity(0)) else 1
 
@@ -89,8 +59,8 @@ class Exchange:
         # The words of two posts lie side by side: no member is further ahead. The count in them tells a post that
         # wakes the others for good, of a rank that leaves, from the post of a call.
         self._posts += 1
-        view, at = self._words[self._posts & 1][self.segment.position]
-        view[at + CALL], view[at + PLACE] = call[0] ^ self._posts, call[1]
+        own = self.segment.lines[self._posts & 1][self.segment.position]
+        own[CALL], own[PLACE] = call[0] ^ self._posts, call[1]
         for address in self.segment.posts:
             post_to(address)
 
@@ -100,14 +70,14 @@ class Exchange:
                 self._wait(peer, address)
         word, place, entry = call
         word ^= self._posts
-        words = self._words[self._posts & 1]
-        for view, at in words:
-            if view[at + CALL] != word:
-                if any(v[i + LEFT] for v, i in self._words[0]):
+        line = self.segment.lines[self._posts & 1]
+        for words in line:
+            if words[CALL] != word:
+                if any(of_rank[LEFT] for of_rank in self.segment.lines[0]):
                     raise self.waiting.lost(ConnectionResetError("it makes no more calls"))
                 raise self._mismatch(entry, False)
         if place:
-            places = [view[at + PLACE] for view, at in words]
+            places = [words[PLACE] for words in line]
             if self._places.swapped(range(len(places)), places):
                 raise self._mismatch(entry, True)
 
@@ -123,11 +93,10 @@ class Exchange:
             segment.reserve(wanted)
         except OSError:
             granted = segment.room
-        words = self._words[self.next_buffer()]
-        view, at = words[segment.position]
-        view[at + ROOM] = granted
+        line = segment.lines[self.next_buffer()]
+        line[segment.position][ROOM] = granted
         self.meet(call)
-        segment.room = min(view[at + ROOM] for view, at in words)
+        segment.room = min(words[ROOM] for words in line)
         if segment.room < wanted:
             segment.most, segment.whole = min(segment.most, segment.room), segment.room  # no more is available
         self.plans.clear()
@@ -154,8 +123,7 @@ class Exchange:
     def _leave(self) -> None:
         """Tell peers that this rank leaves, as a closed connection would: they wake up now or at their next call.
         They still complete the call that this rank posted last. Any thread may call it, in the middle of a call too."""
-        view, at = self._words[0][self.segment.position]
-        view[at + LEFT] = 1
+        self.segment.lines[0][self.segment.position][LEFT] = 1
         for address in self.segment.posts:
             post_to(address)
 

@@ -13,7 +13,6 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -23,6 +22,7 @@ from tpcore.processes.transfer import nameless_file
 STRIDE = 128
 """Bytes from one semaphore to the next: two cache lines, because processors fetch lines in pairs."""
 _MONOTONIC = 1  # CLOCK_MONOTONIC
+_POLL = 1e-3  # seconds between two looks, where no sleep can be woken
 _TEXT = 4096
 _PIECES = 64  # of a tensor that is posted whole, at most: address space and no memory until one is
 _FAILURES = (OSError, ValueError)  # mmap raises a ValueError for a file that is shorter than it should be
@@ -49,34 +49,23 @@ post_to = _function(_library, "sem_post", ctypes.c_void_p)
 busy = _function(_library, "sem_trywait", ctypes.c_void_p)
 """(address): decrement the semaphore and return 0, or return -1 if it is 0."""
 _create = _function(_library, "sem_init", ctypes.c_void_p, ctypes.c_int, ctypes.c_uint)
+# glibc 2.30 has it, musl does not; sem_timedwait would follow changes of the date
+_sleeping = ctypes.CDLL(None)  # releases the interpreter's lock
+_clockwait: Callable[..., int] | None = None
+if hasattr(_sleeping, "sem_clockwait"):
+    _clockwait = _function(_sleeping, "sem_clockwait", ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(_Timespec))
 
 
 def sleep_on(address: int, seconds: float) -> bool:
     """Sleep in the kernel until the semaphore can be decremented. False after ``seconds`` or a signal."""
     until = time.monotonic() + seconds
-    when = _Timespec(int(until), int(until % 1 * 1e9))
-    clockwait = _clockwait()
-    if clockwait is None:
-        return _polled(address, until)
-    return clockwait(address, _MONOTONIC, ctypes.byref(when)) == 0
-
-
-@cache
-def _clockwait() -> Callable[..., int] | None:
-    """``sem_clockwait``: glibc 2.30 has it, musl does not. sem_timedwait would follow changes of the date."""
-    library = ctypes.CDLL(None)  # releases the interpreter's lock while it sleeps
-    if not hasattr(library, "sem_clockwait"):
-        return None
-    return _function(library, "sem_clockwait", ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(_Timespec))
-
-
-def _polled(address: int, until: float) -> bool:
-    pause = 5e-5
+    if _clockwait is not None:
+        when = _Timespec(int(until), int(until % 1 * 1e9))
+        return _clockwait(address, _MONOTONIC, ctypes.byref(when)) == 0
     while busy(address):
         if time.monotonic() > until:
             return False
-        time.sleep(pause)
-        pause = min(1.5 * pause, 1e-2)
+        time.sleep(_POLL)
     return True
 
 
@@ -84,7 +73,7 @@ class Segment:
     """This rank's memory for one group, and its view of the peers': a head of a semaphore for each peer, two lines
     of words and a page of text, and two buffers. Of those ``room`` bytes are used, up to ``most`` for a piece and
     ``whole`` for a tensor posted whole. All address space is mapped at first, so views stay valid when more of it is
-    reserved."""
+    reserved. ``lines``: the two, each with every rank's words."""
 
     def __init__(self, size: int, position: int, first: int, most: int) -> None:
         self.size, self.position = size, position
@@ -120,16 +109,11 @@ class Segment:
         peers = [p for p in range(self.size) if p != me]
         self.posts = [bases[me] + p * STRIDE for p in peers]
         self.waits = [(p, bases[p] + me * STRIDE) for p in peers]
-        self._words = [memoryview(m).cast("Q") for m in self._maps]
-        far = self._distance
+        starts, far = [line * STRIDE for line in (self.size, self.size + 1)], self._distance
+        self.lines = [[memoryview(m)[at : at + STRIDE].cast("Q") for m in self._maps] for at in starts]
         with torch.inference_mode(False):  # inference tensors cannot be written outside of inference mode
             whole = [torch.frombuffer(m, dtype=torch.uint8)[self._head :] for m in self._maps]
             self._bytes = [[w[b * far : (b + 1) * far] for w in whole] for b in (0, 1)]
-
-    def words(self, line: int) -> list[tuple[memoryview, int]]:
-        """(view, index of the first word) of each rank's words in ``line``, 0 or 1."""
-        at = ((self.size + line) * STRIDE) // 8
-        return [(view, at) for view in self._words]
 
     def write(self, text: bytes) -> None:
         self._maps[self.position][self._text : self._text + _TEXT] = text[:_TEXT].ljust(_TEXT)

@@ -16,12 +16,37 @@ from tpcore.comm.signature import Call, place_of, word_of
 from tpcore.comm.transport import PRIMITIVES, Op, Pending, Transport, inverse
 from tpcore.layout.mesh import Group
 
-from .exchange import Announced, Exchange, Fold, Tile, folded, tiles
+from .exchange import Announced, Exchange
 
+Fold = Callable[..., Tensor]
+Tile = tuple[slice, slice]
+_HALF = (torch.float16, torch.bfloat16)
 _FOLD: dict[str, Fold] = {"sum": torch.add, "max": torch.maximum}
 _KEPT = 256  # cached plans
 _TWO_STEPS = 1 << 16  # above this many bytes, with more than two ranks, each rank sums one part
 _Piece = tuple[Tile, list[Tensor]]
+
+
+def folded(parts: list[Tensor], fold: Fold, out: Tensor | None = None) -> Tensor:
+    """The parts combined in rank order, into ``out``. Half precision is summed in float32, rounded once."""
+    if len(parts) > 2 and parts[0].dtype in _HALF and fold is torch.add:
+        total = parts[0].float()
+        for part in parts[1:]:
+            total.add_(part)
+        return total.to(parts[0].dtype) if out is None else out.copy_(total)
+    total = fold(parts[0], parts[1], out=out)
+    for part in parts[2:]:
+        fold(total, part, out=total)
+    return total
+
+
+def tiles(rows: int, columns: int, most: int) -> Iterator[Tile]:
+    """Tiles of a matrix of at most ``most`` elements, whole rows if they fit. An empty matrix has one."""
+    wide = max(1, min(columns, most))
+    high = max(1, most // wide)
+    for r in range(0, max(1, rows), high):
+        for c in range(0, max(1, columns), wide):
+            yield slice(r, min(r + high, rows)), slice(c, min(c + wide, columns))
 
 
 class _Plan(NamedTuple):
@@ -78,15 +103,12 @@ class SharedTransport(Transport):
         in_place = donate and x.is_contiguous()
         out = x if in_place else torch.empty_like(x, memory_format=torch.contiguous_format)
         source, target = x.contiguous().view(1, -1), out.view(1, -1)
-        for at, every in self._pieces(call, source.shape, x):
-            mine = source[at]
-            every[self.index].copy_(mine)
-            self._exchange.meet(call)
+        for at, every in self._pieces(call, source):
             if self.size == 2:
-                every[self.index] = mine
+                every[self.index] = source[at]
                 folded(every, _FOLD[op], target[at])
             else:
-                self._summed_in_two_steps(every, mine, _FOLD[op], target[at], call)
+                self._summed_in_two_steps(every, source[at], _FOLD[op], target[at], call)
         return out
 
     def _summed_in_two_steps(self, every: list[Tensor], x: Tensor, fold: Fold, out: Tensor, call: Announced) -> None:
@@ -110,14 +132,10 @@ class SharedTransport(Transport):
             self._exchange.meet(call)
             return torch.cat(parts, dim)
         out = PRIMITIVES["all_gather"].result(x, self.size, dim)
-        before, after = math.prod(x.shape[:dim]), math.prod(x.shape[dim:])
-        source, target = x.reshape(before, after), out.view(before, self.size, after)
-        for at, every in self._pieces(call, source.shape, x):
-            rows, columns = at
-            every[self.index].copy_(source[at])
-            self._exchange.meet(call)
-            for p, part in enumerate(every):
-                target[rows, p, columns].copy_(part)
+        targets = self._chunks(out, dim)
+        for at, every in self._pieces(call, x.reshape(targets.shape[1:])):
+            for target, part in zip(targets, every, strict=True):
+                target[at].copy_(part)
         return out
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
@@ -125,10 +143,7 @@ class SharedTransport(Transport):
         out = PRIMITIVES["reduce_scatter"].result(x.detach(), self.size, dim)
         source = self._chunks(x.detach(), dim)
         target = out.view(source.shape[1:])
-        for at, every in self._pieces(call, target.shape, x, self.size):
-            rows, columns = at
-            every[self.index].copy_(source[:, rows, columns])
-            self._exchange.meet(call)
+        for at, every in self._pieces(call, source):
             folded([t[self.index] for t in every], torch.add, target[at])
         return out
 
@@ -136,10 +151,7 @@ class SharedTransport(Transport):
         _, call = self._begin("broadcast", x, src)
         out = copied(x) if src == self.index else x.new_empty(x.shape)
         flat = out.view(1, -1)
-        for at, every in self._pieces(call, flat.shape, x):
-            if src == self.index:
-                every[src].copy_(flat[at])
-            self._exchange.meet(call)
+        for at, every in self._pieces(call, flat, src == self.index):
             if src != self.index:
                 flat[at].copy_(every[src])
         return out
@@ -149,12 +161,9 @@ class SharedTransport(Transport):
         chunk = (*x.shape[:split_dim], x.shape[split_dim] // self.size, *x.shape[split_dim + 1 :])
         source = self._chunks(x.detach(), split_dim)
         got = x.new_empty(source.shape)
-        for at, every in self._pieces(call, source.shape[1:], x, self.size):
-            rows, columns = at
-            every[self.index].copy_(source[:, rows, columns])
-            self._exchange.meet(call)
-            for p, part in enumerate(every):
-                got[p, rows, columns].copy_(part[self.index])
+        for at, every in self._pieces(call, source):
+            for target, part in zip(got, every, strict=True):
+                target[at].copy_(part[self.index])
         return got.view(self.size, *chunk).movedim(0, concat_dim).flatten(concat_dim, concat_dim + 1).contiguous()
 
     def permute(self, x: Tensor, to: tuple[int, ...]) -> Tensor:
@@ -175,10 +184,7 @@ class SharedTransport(Transport):
         out = torch.empty_like(x, memory_format=torch.contiguous_format, requires_grad=False)
         source, sender = x.detach().contiguous().view(1, -1), inverse(to)[self.index]
         target = out.view(1, -1)
-        for at, every in self._pieces(call, source.shape, x):
-            if to[self.index] >= 0:
-                every[self.index].copy_(source[at])
-            self._exchange.meet(call)
+        for at, every in self._pieces(call, source, to[self.index] >= 0):
             if sender >= 0:
                 target[at].copy_(every[sender])
         return out if sender >= 0 else out.zero_()
@@ -227,16 +233,18 @@ class SharedTransport(Transport):
         name = PRIMITIVES[primitive].describe(*arguments)
         return _Plan(name, word_of((name, tuple(x.shape), x.dtype)), views)
 
-    def _pieces(self, call: Announced, shape: Sequence[int], x: Tensor, parts: int = 1) -> Iterator[_Piece]:
-        """Pieces of a matrix of which ``parts`` fit a buffer, at least one: rows and columns, and each rank's buffer in
-        that shape. Fill this rank's, ``meet``, then read."""
-        rows, columns = shape
-        need = parts * rows * columns * x.element_size()
-        most = self._exchange.room(need, call) // x.element_size() // parts
-        for at in tiles(rows, columns, most):
-            high, wide = (s.stop - s.start for s in at)
-            lead = () if parts == 1 else (parts,)
-            yield at, self._next_buffer(x.dtype, (*lead, high, wide))
+    def _pieces(self, call: Announced, source: Tensor, sends: bool = True) -> Iterator[_Piece]:
+        """Exchange ``source``, a matrix or one for each member, in pieces that fit a buffer, at least one: rows and
+        columns, and what each rank has sent of them. ``sends``: whether this rank has anything to send."""
+        *lead, rows, columns = source.shape
+        room = self._exchange.room(source.nbytes, call) // source.element_size()
+        for at in tiles(rows, columns, room // math.prod(lead)):
+            piece = source[(..., *at)]
+            every = self._next_buffer(source.dtype, piece.shape)
+            if sends:
+                every[self.index].copy_(piece)
+            self._exchange.meet(call)
+            yield at, every
 
     def _next_buffer(self, dtype: torch.dtype, shape: Sequence[int]) -> list[Tensor]:
         """The buffer to fill now of each rank, as a tensor of ``shape``."""

@@ -89,8 +89,8 @@ class CudaBackend(C10dBackend):
         moved=(torch.complex64, torch.complex128, torch.uint16, torch.float8_e4m3fn, torch.float8_e5m2),
     )
 
-    def __init__(self, *job: Any, **named: Any) -> None:
-        super().__init__(*job, **named)
+    def __init__(self) -> None:
+        super().__init__()
         self._queue: Queue | None = None
         self._environment = ExitStack()
 

@@ -166,7 +166,7 @@ class NeuronBackend(Backend):
     ) -> None:
         from . import programs
 
-        programs.trace(fn, weights, inputs, dims, current(), folder, self._compiler)
+        programs.trace(fn, weights, inputs, current(), folder, self._compiler)
 
     def load_program(self, folder: Path, weights: Mapping[str, Tensor]) -> LoadedProgram:
         from . import programs
@@ -193,32 +193,24 @@ class NeuronBackend(Backend):
 class NativeBackend(C10dBackend):
     """One rank of a job under torchrun, over AWS's native PyTorch: torch.distributed's collectives on the ``neuron``
     device. From torch-neuronx 2.13 on (Trn2, Trn3) there is no torch_xla: tensors are on the device ``neuron``, and
-    torch.distributed has a transport of that name. ``device`` and ``transport``: these names, so that the same code
-    runs over gloo on a CPU, where it is tested. It has not been run on the hardware."""
+    torch.distributed has a transport of that name. It has not been run on the hardware."""
 
     interface = 2
     # sums of complex numbers are tested on gloo only
     capabilities = replace(C10dBackend.capabilities, moved=())
     transport = "neuron"
 
-    def __init__(self, device: str = "neuron", transport: str = "neuron") -> None:
-        super().__init__()
-        self._kind = device
-        self.transport = transport  # type: ignore[misc]  # of this instance only: gloo, in tests
-
     @classmethod
     def unavailable(cls) -> str | None:
         return None if platform.neuron_devices() else "no NeuronCore is visible: there is no /dev/neuron0"
 
     def start(self, timeout: float) -> tuple[int, int]:
-        if self._kind == "neuron":
-            import torch_neuronx  # noqa: F401  registers the device and the transport
+        import torch_neuronx  # noqa: F401  registers the device and the transport
+
         return super().start(timeout)
 
     def device(self) -> torch.device:
-        if self._kind == "cpu":
-            return torch.device("cpu")
-        return torch.device(self._kind, settings.LOCAL_RANK.get())
+        return torch.device("neuron", settings.LOCAL_RANK.get())
 
     def get_rng_state(self) -> Tensor:
         state: Tensor = self._random().get_rng_state()
@@ -231,8 +223,8 @@ class NativeBackend(C10dBackend):
         self._random().manual_seed(seed)
 
     def _random(self) -> Any:
-        """The module with the device's random state: ``torch.neuron``, or torch itself for the CPU."""
-        return torch if self._kind == "cpu" else getattr(torch, self._kind)
+        """The module with the device's random state."""
+        return torch.neuron  # type: ignore[attr-defined]  # of torch_neuronx
 
 
 def as_on_neuron(can: Capabilities) -> Capabilities:

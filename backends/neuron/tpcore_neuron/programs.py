@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from torch._export.utils import _compiling_state_context as exporting
 
-from tpcore.backend.interface import CompilerOptions, Dims, Function, LoadedProgram, traced
+from tpcore.backend.interface import CompilerOptions, Function, LoadedProgram, traced
 from tpcore.checkpoint.storage.files import write_file
 from tpcore.comm.comm import Comm
 from tpcore.errors import BackendError
@@ -52,17 +52,10 @@ def trace(
     fn: Function,
     weights: Mapping[str, Tensor],
     inputs: Sequence[Tensor],
-    dims: Dims,
     ctx: ParallelContext,
     folder: Path,
     compiler: CompilerOptions,
 ) -> None:
-    dynamic = [str(dim) for of in dims for dim in of.values()]
-    if dynamic:
-        raise BackendError(
-            f"the sizes {', '.join(dynamic)} are to change, and an XLA program has fixed ones: give examples "
-            "of the sizes that are needed as bucket_inputs, in place of dynamic_shapes"
-        )
     comms = ctx.comms
     with together(ctx):
         hlo, text, recipe, constants = _lowered(fn, weights, inputs, comms)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ class XlaTransport(Transport):
         self._xla, self._xm = torch_xla._XLAC, xm
         super().__init__(group, rank, torch_xla.device())
         self._groups = group.as_list()
+        self._over = {"groups": self._groups, "pin_layout": False}
         self._device = self.position.device
         self._pg = process_group
         self._pairwise = PAIRS.get()
@@ -39,26 +40,27 @@ class XlaTransport(Transport):
         return self._pg
 
     def all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
-        x = self._checked(x, "all_reduce", op)
-        if x.numel() == 0:
-            return x.clone()
         # xm.REDUCE_SUM and xm.REDUCE_MAX are "sum" and "max"; the sum of bools is "any", and so is their maximum
         how = "max" if x.dtype is torch.bool else op
-        return self._unchained(self._xm.all_reduce(how, _wide(x), groups=self._groups, pin_layout=False)).to(x.dtype)
+        return self._run(x, lambda wide: self._xm.all_reduce(how, wide, **self._over), "all_reduce", op)
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        x = self._checked(x, "all_gather", dim)
-        if x.numel() == 0:
-            return torch.cat([x] * self.size, dim)
-        out = self._unchained(self._xm.all_gather(_wide(x), dim=dim, groups=self._groups, pin_layout=False))
-        return out.to(x.dtype)
+        return self._run(x, lambda wide: self._xm.all_gather(wide, dim=dim, **self._over), "all_gather", dim)
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
-        x = self._checked(x, "reduce_scatter", dim)
+        how = {"scale": 1.0, "scatter_dim": dim, "shard_count": self.size, **self._over}
+        return self._run(x, lambda wide: self._xm.reduce_scatter("sum", wide, **how), "reduce_scatter", dim)
+
+    def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Tensor:
+        how = split_dim, concat_dim, self.size
+        return self._run(x, lambda wide: self._xm.all_to_all(wide, *how, **self._over), "all_to_all", *how[:2])
+
+    def _run(self, x: Tensor, call: Callable[[Tensor], Tensor], primitive: str, *arguments: Any) -> Tensor:
+        """The result of ``call``, a collective of torch_xla, which takes neither empty tensors nor bools."""
+        x = self._checked(x, primitive, *arguments)
         if x.numel() == 0:
-            return x.narrow(dim, 0, x.shape[dim] // self.size).clone()
-        groups = {"shard_count": self.size, "groups": self._groups, "pin_layout": False}
-        return self._unchained(self._xm.reduce_scatter(self._xm.REDUCE_SUM, x, scale=1.0, scatter_dim=dim, **groups))
+            return PRIMITIVES[primitive].result(x, self.size, *arguments)
+        return self._unchained(call(_wide(x))).to(x.dtype)
 
     def _unchained(self, result: Tensor) -> Tensor:
         self._xla._set_all_reduce_token(str(self._device), None)
@@ -74,13 +76,6 @@ class XlaTransport(Transport):
             )
         return x.detach()
 
-    def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Tensor:
-        x = self._checked(x, "all_to_all", split_dim, concat_dim)
-        if x.numel() == 0:
-            return torch.cat(x.chunk(self.size, split_dim), concat_dim)
-        out = self._xm.all_to_all(_wide(x), split_dim, concat_dim, self.size, groups=self._groups, pin_layout=False)
-        return self._unchained(out).to(x.dtype)
-
     def broadcast(self, x: Tensor, src: int) -> Tensor:
         """A sum with zeros: it sends less than a gather. The sign of zero is lost, as everywhere here."""
         x = self._checked(x, "broadcast", src)
@@ -90,14 +85,12 @@ class XlaTransport(Transport):
 
     def permute(self, x: Tensor, to: tuple[int, ...]) -> Tensor:
         x = self._checked(x, "permute", to)
-        if x.numel() == 0:
-            return x.clone()
-        if self._pairwise:
+        if self._pairwise and x.numel():
             return self._by_pairs(x, to)
         pairs = [[ranks[i], ranks[j]] for ranks in self._groups for i, j in enumerate(to) if j >= 0]
         if not pairs:
             return torch.zeros_like(x)
-        return self._unchained(self._xm.collective_permute(_wide(x), pairs)).to(x.dtype)
+        return self._run(x, lambda wide: self._xm.collective_permute(wide, pairs), "permute", to)
 
     def _by_pairs(self, x: Tensor, to: tuple[int, ...]) -> Tensor:
         """A permute for compilers without it: gathers over pairs of ranks. A group of odd size has no such pairs."""

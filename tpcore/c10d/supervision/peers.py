@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import atexit
 import os
+import queue
 import selectors
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import replace
 from types import TracebackType
@@ -18,7 +20,7 @@ from typing import TypeVar
 from ...errors import CollectiveTimeoutError, PeerLostError
 from ...log import hold_lines, log
 from .host import CLEAN, GONE, Identity, Links, LocalRanks, sever
-from .status import FlightRecorder, RankReport, Requests, StatusStore, Verdict, cause_of_end, connection_broke
+from .status import FlightRecorder, RankReport, StatusStore, Verdict, cause_of_end, connection_broke
 
 T = TypeVar("T")
 
@@ -43,8 +45,9 @@ class PeerMonitor(threading.Thread):
         self.partings: set[Callable[[], None]] = set()  # the same for groups that share memory
         self._near, self._store, self._links = LocalRanks(rank, peers), store, links
         self.neighbours = frozenset(self._near.ranks)
-        self._requests, self._selector = Requests(), selectors.DefaultSelector()
-        self._selector.register(self._requests.fd, selectors.EVENT_READ)
+        self._asked, self._selector = queue.SimpleQueue[Callable[[], None]](), selectors.DefaultSelector()
+        self._woken, self._wake = os.pipe()
+        self._selector.register(self._woken, selectors.EVENT_READ)
         self._closed, self._hook = False, sys.excepthook
         self._cut_at: float | None = None
 
@@ -69,13 +72,14 @@ class PeerMonitor(threading.Thread):
         self._finish()
         if not self.is_alive():
             self._selector.close()
-            self._requests.close()
+            os.close(self._woken)
+            os.close(self._wake)
 
     def _finish(self) -> None:
         """End this thread. Ended by the interpreter, in a call of the store, it would abort the process."""
         self._closed = True
         if self.is_alive():  # not in a forked process
-            self._requests.wake()
+            os.write(self._wake, b"x")
             self.join(_ANSWER)
 
     def fail(self, error: BaseException) -> None:
@@ -158,8 +162,11 @@ class PeerMonitor(threading.Thread):
         """Call ``fn`` in the monitor's thread; return ``default`` if the store does not answer."""
         if self._closed or not self.is_alive() or threading.current_thread() is self:
             return default
+        answer: Future[T] = Future()
+        self._asked.put(lambda: answer.set_result(fn()))
+        os.write(self._wake, b"x")
         try:
-            return self._requests.ask(fn, _ANSWER)
+            return answer.result(_ANSWER)
         except FutureTimeout:
             self._store.trouble = "the job's store does not answer: its host may be stopped"
             return default
@@ -204,7 +211,9 @@ class PeerMonitor(threading.Thread):
             # the other thread may set a cut meanwhile; the loop sees it within a beat
             for key, _ in self._selector.select(max(0.0, min(due, self._cut_at or due) - time.monotonic())):
                 if key.data is None:
-                    self._requests.answer()
+                    os.read(self._woken, 4096)
+                    while not self._asked.empty():
+                        self._asked.get()()
                 else:
                     self._selector.unregister(key.fileobj)
                     ended, rank = key.data

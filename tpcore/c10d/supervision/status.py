@@ -4,12 +4,9 @@ their reports, how they ended, and the verdict at the job's store."""
 from __future__ import annotations
 
 import json
-import os
-import queue
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -237,34 +234,6 @@ class StatusStore:
         if self.place is not None and not answers(*self.place):
             host, port = self.place
             self.trouble, self.cut_off = f"the job's store at {host}:{port} cannot be reached", True
-
-
-class Requests:
-    """Calls that other threads make in the one that uses the store. ``fd`` can be read when one has come."""
-
-    def __init__(self) -> None:
-        self.fd, self._write = os.pipe()
-        self._waiting: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-
-    def ask(self, fn: Callable[[], T], seconds: float) -> T:
-        """Call ``fn`` in the other thread and return its result. Raises concurrent.futures.TimeoutError."""
-        answer: Future[T] = Future()
-        self._waiting.put(lambda: answer.set_result(fn()))
-        self.wake()
-        return answer.result(seconds)
-
-    def wake(self) -> None:
-        os.write(self._write, b"x")
-
-    def answer(self) -> None:
-        """Answer the requests that have come, in the other thread, once ``fd`` can be read."""
-        os.read(self.fd, 4096)
-        while not self._waiting.empty():
-            self._waiting.get()()
-
-    def close(self) -> None:
-        os.close(self.fd)
-        os.close(self._write)
 
 
 def _verdict(data: str | None) -> Verdict | None:

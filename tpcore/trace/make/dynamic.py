@@ -12,10 +12,11 @@ from torch.export import Dim
 from ...backend.interface import DynamicDim
 from ..inputs import Arguments, Form, Shape
 
+Sizes = tuple[tuple[Shape, ...], dict[str, DynamicDim], tuple[dict[str, int], ...]]
+"""Shapes, dims and buckets, as ``Inputs`` has them."""
 
-def declared(
-    sizes: Any, arguments: Arguments, leaves: Sequence[Tensor]
-) -> tuple[tuple[Shape, ...], dict[str, DynamicDim]]:
+
+def declared(sizes: Any, arguments: Arguments, leaves: Sequence[Tensor]) -> Sizes:
     """Shapes and dims from ``dynamic_shapes``. It has for each argument, by name or in order, a dict from
     dimension to ``torch.export.Dim``, name or None; a sequence of these; or None. Otherwise ValueError."""
     found: list[Mapping[int, Any]] = [{} for _ in leaves]
@@ -42,7 +43,7 @@ def declared(
                 raise ValueError(f"{name} has shape {list(t.shape)}: its dim {at} is outside of {dim}")
             shape[at] = dim.name
         shapes.append(tuple(shape))
-    return tuple(shapes), dims
+    return tuple(shapes), dims, ()
 
 
 def _walk(sizes: Any, form: Form, where: str, found: list[Mapping[int, Any]]) -> None:
@@ -73,9 +74,7 @@ def _dim(value: Any, place: str) -> DynamicDim:
     return DynamicDim(value.__name__, max(1, int(value.min)), high)
 
 
-def by_example(
-    arguments: Arguments, examples: Sequence[Sequence[Tensor]]
-) -> tuple[tuple[Shape, ...], dict[str, DynamicDim], tuple[dict[str, int], ...]]:
+def by_example(arguments: Arguments, examples: Sequence[Sequence[Tensor]]) -> Sizes:
     """Shapes, dims and buckets from examples, smallest first. Sizes that change together are one dim."""
     dims: dict[str, DynamicDim] = {}
     named: dict[tuple[int, ...], str] = {}

@@ -125,11 +125,12 @@ class Tracer:
         names = {t: name for name, t in (*model.named_parameters(), *model.named_buffers())}
         if missing := [i for t, i in aliases.items() if t not in names]:
             raise ValueError(f"aliases: what outputs {missing} become is no parameter or buffer of the model")
-        inputs = self._inputs(arguments, examples)
+        several, options = len(examples) > 1, self._order.dynamic_shapes
+        sizes = by_example(arguments, examples) if several else declared(options, arguments, examples[0])
+        inputs = Inputs(arguments, tuple(t.dtype for t in examples[0]), *sizes)
         seen: list[tuple[Form, list[list[int]]]] = []
         for number, leaves in enumerate(examples):
-            sizes = f" for {[list(t.shape) for t in leaves]}" if inputs.buckets else ""
-            self._say(f"tracing{sizes}")
+            self._say("tracing" + (f" for {[list(t.shape) for t in leaves]}" if inputs.buckets else ""))
             fn = _Function(model, arguments, tuple(aliases.values()))
             seen.append(self._program(fn, weights, leaves, inputs, number))
         self._say("writing weights")
@@ -178,12 +179,6 @@ class Tracer:
             )
 
         agree(gather(sums, self._ctx.world), error)
-
-    def _inputs(self, arguments: Arguments, examples: Sequence[Sequence[Tensor]]) -> Inputs:
-        dtypes = tuple(t.dtype for t in examples[0])
-        if len(examples) > 1:
-            return Inputs(arguments, dtypes, *by_example(arguments, examples))
-        return Inputs(arguments, dtypes, *declared(self._order.dynamic_shapes, arguments, examples[0]))
 
     @torch.no_grad()
     def _program(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ...checkpoint.storage.publish import OwnedDirectory
 from ...checkpoint.storage.tensorfile import write_tensors
 from ...checkpoint.write.snapshot import StateTensor
-from ..artifact import TracedFile, TraceManifest, weights_file
+from ..artifact import TraceManifest, weights_file
 from ..inputs import put_together, ranges
 from .workers import Workers
 
@@ -63,11 +63,10 @@ class TensorParallelModel(nn.Module):
         timeout: float | None = None,
         restart: bool = False,
         owned: TemporaryDirectory[str] | None = None,
-        workers: Any = None,
     ) -> None:
         super().__init__()
         self.folder, self.manifest, self.timeout, self.restart = folder, manifest, timeout, restart
-        self._workers: Workers = workers or Workers(folder, manifest)
+        self._workers = Workers(folder, manifest)
         self._turn = Turn()
         self._uses_of_state = 0
         self._owned = [] if owned is None else [owned]  # directories to remove together with this model
@@ -151,10 +150,8 @@ class TensorParallelModel(nn.Module):
             workers.ask("take", str(folder))
             self._uses_of_state += 1
             workers.weights = folder
-        files = dict(self.manifest.files)
-        for rank, record in enumerate(records):
-            files[weights_file(Path(), rank).as_posix()] = TracedFile(*record)
-        self.manifest = replace(self.manifest, files=files, save_id=save_id)
+        new = {weights_file(Path(), rank).as_posix(): record for rank, record in enumerate(records)}
+        self.manifest = replace(self.manifest, files={**self.manifest.files, **new}, save_id=save_id)
 
     @property
     def weights_folder(self) -> Path:

@@ -72,12 +72,12 @@ def _serve(rank: Rank, inputs: SharedBuffer, outputs: SharedBuffer, requests: Co
     first, request = settings.RANK.get() == 0, select.poll()
     request.register(requests, select.POLLIN)
 
-    def call(program: int, places: tuple[Place, ...]) -> Reply:
+    def call(program: int, places: tuple[Place, ...]) -> tuple[tuple[Place, ...], float]:
         started = time.perf_counter()
         found = rank.run(program, inputs.get(places))
         seconds = time.perf_counter() - started
         # the outputs are the same on all ranks: the first rank returns them
-        return True, outputs.put(found) if first else (), seconds
+        return outputs.put(found) if first else (), seconds
 
     while True:
         if first:
@@ -86,9 +86,9 @@ def _serve(rank: Rank, inputs: SharedBuffer, outputs: SharedBuffer, requests: Co
             name, arguments = pickle.loads(requests.recv_bytes())
         except EOFError:
             return
+        do = call if name == "call" else getattr(rank, name)  # take or reshard
         try:
-            # call, or take and reshard of the rank
-            reply = call(*arguments) if name == "call" else (True, getattr(rank, name)(*arguments), 0.0)
+            reply: Reply = True, do(*arguments)
         except BaseException as e:  # noqa: BLE001  passed to the owner
             reply = _failed(e)
         replies.send_bytes(pickle.dumps(reply))
@@ -105,7 +105,7 @@ def _stay_awake(request: select.poll) -> None:
 
 
 def _failed(error: BaseException) -> Reply:
-    return False, pack_outcome(Outcome(None, error, time.time()), settings.RANK.get()), 0.0
+    return False, pack_outcome(Outcome(None, error, time.time()), settings.RANK.get())
 
 
 def main(lifeline: int, folder: Path, weights: Path, fds: list[int]) -> None:
@@ -119,7 +119,7 @@ def main(lifeline: int, folder: Path, weights: Path, fds: list[int]) -> None:
     except BaseException as e:
         replies.send_bytes(pickle.dumps(_failed(e)))
         raise
-    replies.send_bytes(pickle.dumps((True, None, 0.0)))
+    replies.send_bytes(pickle.dumps((True, None)))
     _serve(rank, SharedBuffer(fds[2]), SharedBuffer(fds[3]), requests, replies)
     # without shutdown(), which would wait for ranks that are ending too
     sys.stdout.flush()

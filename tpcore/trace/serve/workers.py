@@ -25,8 +25,8 @@ from ...processes.launch import Processes, serving_environment
 from ...processes.transfer import Outcome, SharedBuffer, death, root_cause, unpack_outcome
 from ..artifact import TraceManifest
 
-Reply = tuple[bool, Any, float]
-"""True and a result, or False and an outcome packed; and the seconds of a forward."""
+Reply = tuple[bool, Any]
+"""True and a result, or False and an outcome packed."""
 
 _START = 120.0  # seconds that starting may take
 _GRACE = 1.0  # seconds for the other ranks to answer after the first failure
@@ -107,7 +107,7 @@ class Workers:
         """Send a request to all ranks and return their answers. Raises a rank's error."""
         self._settle(None)
         self._send_all(pickle.dumps((do, arguments)))
-        return [value for value, _ in self._answers("call", None)]
+        return self._answers("call", None)
 
     def _send_all(self, message: bytes) -> None:
         try:
@@ -134,12 +134,12 @@ class Workers:
             kind, text = self._failure
             raise kind(text)
 
-    def _answers(self, doing: str, timeout: float | None) -> list[tuple[Any, float]]:
-        """Answers and seconds of all pending ranks. Raises the root cause of their errors."""
+    def _answers(self, doing: str, timeout: float | None) -> list[Any]:
+        """The answers of all pending ranks. Raises the root cause of their errors."""
         waiting, replies = self._pending, self._replies
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         outcomes: dict[int, Outcome] = {}
-        values: list[tuple[Any, float]] = [(None, 0.0)] * len(replies)
+        values: list[Any] = [None] * len(replies)
         while waiting:
             left = max(0.0, deadline - time.monotonic()) * 1e3
             ready = self._poll.poll(None if left == math.inf else left)
@@ -148,12 +148,12 @@ class Workers:
             for fd, _ in ready:
                 rank = next(rank for rank, reply in enumerate(replies) if reply.fileno() == fd)
                 try:
-                    well, value, seconds = pickle.loads(replies[rank].recv_bytes())
+                    well, value = pickle.loads(replies[rank].recv_bytes())
                 except (EOFError, OSError):
                     self._lost(rank, outcomes)
                 waiting.discard(rank)
                 if well:
-                    values[rank] = value, seconds
+                    values[rank] = value
                 else:
                     outcomes[rank] = unpack_outcome(value)
                     deadline = min(deadline, time.monotonic() + _GRACE)

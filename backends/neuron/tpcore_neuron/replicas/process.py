@@ -27,56 +27,46 @@ from ..settings import of_replicas
 _MAPS = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag", "pg_coalesce_state")
 
 
-def _groups() -> SimpleNamespace:
-    """The fields of torch's ``_World``, of which a process has only one."""
-    return SimpleNamespace(default_pg=None, group_count=0, **{name: {} for name in _MAPS})
-
-
 class Worlds:
-    """Replaces torch's single ``_World`` by one for each rank; all share one store. It looks up the rank and is not
-    thread-local, because autograd's threads, one for each device, belong to the same ranks."""
+    """Stands for torch's single ``_World``, with the fields of the rank that asks. It is not thread-local, because
+    autograd's threads, one for each device, belong to the same ranks."""
 
-    _own = ("groups", "rank", "store")
-    groups: dict[int | None, SimpleNamespace]
-    rank: Callable[[], int | None]
-    store: dist.Store | None
-
-    def __init__(self, rank: Callable[[], int | None]) -> None:
-        self.groups, self.rank, self.store = {}, rank, None
+    def __init__(self, fields: Callable[[], SimpleNamespace]) -> None:
+        vars(self)["_fields"] = fields
 
     def __getattr__(self, name: str) -> Any:
-        if name in self._own:
-            raise AttributeError(name)
-        return getattr(self.groups.setdefault(self.rank(), _groups()), name)
+        return getattr(self._fields(), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in self._own:
-            object.__setattr__(self, name, value)
-        else:
-            setattr(self.groups.setdefault(self.rank(), _groups()), name, value)
-
-    def forget(self) -> None:
-        self.groups.clear()
-        self.store = None
+        setattr(self._fields(), name, value)
 
 
-def install(rank: Callable[[], int | None], size: int) -> Worlds:
+def install(rank: Callable[[], int | None], size: int) -> Callable[[], None]:
+    """Give each rank process groups of its own, which meet at one store. Returns what removes them all."""
     import torch_xla.distributed.xla_backend  # noqa: F401  registers "xla"
 
-    worlds = Worlds(rank)
-    c10d._world = worlds  # type: ignore[assignment]
-    native: Any = torch._C._distributed_c10d
-    native._set_thread_isolation_mode(True)  # one table of groups by name for each thread
+    groups, stores = dict[int | None, SimpleNamespace](), list[dist.Store]()
+
+    def fields() -> SimpleNamespace:
+        none = SimpleNamespace(default_pg=None, group_count=0, **{name: {} for name in _MAPS})
+        return groups.setdefault(rank(), none)
 
     def meet(url: str, *args: Any, **kwargs: Any) -> Iterator[tuple[dist.Store, int | None, int]]:
-        if worlds.store is None:
-            worlds.store = dist.HashStore()
-        yield worlds.store, worlds.rank(), size
+        if not stores:
+            stores.append(dist.HashStore())
+        yield stores[0], rank(), size
 
+    def forget() -> None:
+        groups.clear()
+        stores.clear()
+
+    c10d._world = Worlds(fields)  # type: ignore[assignment]
+    native: Any = torch._C._distributed_c10d
+    native._set_thread_isolation_mode(True)  # one table of groups by name for each thread
     handlers = c10d.rendezvous.__globals__["_rendezvous_handlers"]
     for scheme in ("env", "xla"):
         handlers[scheme] = meet
-    return worlds
+    return forget
 
 
 def serve(size: int, conn: Connection) -> None:
@@ -90,7 +80,7 @@ def serve(size: int, conn: Connection) -> None:
     devices = xm.get_xla_supported_devices()
     xm.set_replication(torch_xla.device(), devices)  # makes xr.world_size() the number of replicas
     patches.install()
-    worlds = install(patches.rank_here, size)
+    forget_groups = install(patches.rank_here, size)
     excepthook = sys.excepthook
     gc.freeze()  # what was imported stays, and the collection after each run passes over it
     while True:
@@ -110,7 +100,7 @@ def serve(size: int, conn: Connection) -> None:
         if broken:
             os._exit(1)  # a running thread cannot be stopped
         del world, one, fn, args, kwargs, outcomes  # and the objects in their errors' tracebacks
-        worlds.forget()
+        forget_groups()
         sys.excepthook = excepthook  # each init of torch.distributed wraps the previous hook
         gc.collect()  # drops the unfinished graphs of a failed run, so that the next does not run them
 

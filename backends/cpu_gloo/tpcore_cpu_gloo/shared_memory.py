@@ -239,7 +239,7 @@ class SharedTransport(Transport):
         *lead, rows, columns = source.shape
         room = self._exchange.room(source.nbytes, call) // source.element_size()
         for at in tiles(rows, columns, room // math.prod(lead)):
-            piece = source[(..., *at)]
+            piece = source[..., at[0], at[1]]
             every = self._next_buffer(source.dtype, piece.shape)
             if sends:
                 every[self.index].copy_(piece)

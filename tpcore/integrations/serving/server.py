@@ -192,7 +192,7 @@ Rule = tuple[Callable[[Any], bool], str]
 
 def _number(called: str, kinds: tuple[type, ...], low: float, high: float) -> Rule:
     def fits(value: Any) -> bool:
-        return isinstance(value, kinds) and not isinstance(value, bool) and bool(low <= value <= high)
+        return type(value) in kinds and bool(low <= value <= high)  # True is no number here
 
     return fits, f"{called} from {low} to {high}"
 

@@ -70,7 +70,7 @@ def test_pp_is_the_outermost_axis() -> None:
     assert dict(ctx.mesh.axes) == {"pp": 2, "dp": 2, "tp": 2}
     assert (ctx.coord("pp"), ctx.coord("dp"), ctx.coord("tp")) == (1, 0, 1)
     assert ctx.comm("pp", "tp").group.members(5) == (0, 1, 4, 5)
-    twice = r"already initialized with mesh \{'pp': 2, 'dp': 2, 'tp': 2\}.* shutdown\(\) before init\(tp=4, pp=2\)"
+    twice = r"already initialized with mesh \{'pp': 2, 'dp': 2, 'tp': 2\}.*shutdown\(\) before init\(tp=4, pp=2\)"
     with pytest.raises(RuntimeError, match=twice):
         tpcore.init(Recorded(8), tp=4, pp=2)
     assert tpcore.current() is ctx

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from tpcore_cpu_gloo.programs import from_json, load, to_json, trace
+from tpcore_cpu_gloo.graph import from_json, to_json
+from tpcore_cpu_gloo.programs import load, trace
 
 from tpcore.errors import BackendError
 from tpcore.layout.mesh import Mesh

@@ -32,6 +32,7 @@ from .shared_memory import SharedTransport
 
 INTERFACE = Variable("GLOO_SOCKET_IFNAME", str, "")
 SHM = Variable("TPCORE_SHM", one_of({"1": True, "0": False}), True)
+INDUCTOR = Variable("TPCORE_INDUCTOR", one_of({"1": True, "0": False}), False)
 
 
 class GlooTransport(C10dTransport):
@@ -120,7 +121,7 @@ class GlooBackend(C10dBackend):
         from . import programs  # torch.export takes a second to import
 
         ctx = current()
-        programs.trace(fn, weights, inputs, dims, ctx.comms, ctx.world, folder)
+        programs.trace(fn, weights, inputs, dims, ctx.comms, ctx.world, folder, inductor=INDUCTOR.get())
 
     def load_program(self, folder: Path, weights: Mapping[str, Tensor]) -> LoadedProgram:
         from . import programs

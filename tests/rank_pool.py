@@ -82,14 +82,18 @@ class RankPool:
         """Like ``run``, but returns every rank's outcome. A killed rank's error is PeerLostError.
 
         ``timeout``: seconds that a collective may wait. ``env``: variables for this run. ``stay``: the ranks stay
-        connected, so that the next such run, with as many ranks, costs milliseconds; a failed run ends their job,
-        and so does another run of the pool.
+        connected, so that the next such run, with as many ranks, costs milliseconds; it has the same time-out and
+        variables. A failed run ends their job, and so does another run of the pool.
 
         Raises RankStuck if a rank gave no answer: nothing that the others say of it is an outcome.
         """
         if mesh.size > self.size:
             raise ValueError(f"mesh {dict(mesh.axes)} has {mesh.size} ranks, the pool {self.size} processes")
-        job = self._standing if stay and self._standing is not None else self._job(timeout, env or {}, stay)
+        job = self._standing
+        if not stay or job is None or job.size != mesh.size:
+            job = self._job(mesh.size, timeout, env or {}, stay)
+        elif (job.timeout, job.env) != (timeout, dict(env or {})):
+            raise ValueError(f"the ranks that stay have timeout={job.timeout:g} and env={job.env} in all their runs")
         self._standing = None
         call = pack_call(fn, args, {"backend": self._backend})
         for rank, worker in enumerate(self._workers[: mesh.size]):
@@ -102,11 +106,11 @@ class RankPool:
             self._standing = job
         return outcomes
 
-    def _job(self, timeout: float, env: Mapping[str, str], stay: bool) -> _Job:
+    def _job(self, size: int, timeout: float, env: Mapping[str, str], stay: bool) -> _Job:
         number = next(self._jobs)
         folder = self._folder / f"run{number}"
         folder.mkdir()
-        return _Job(number, timeout, self._class.job(folder) | dict(env), stay)
+        return _Job(number, size, timeout, dict(env), self._class.job(folder), stay)
 
     def pids(self) -> list[int]:
         return [w.process.pid or 0 for w in self._workers]
@@ -153,8 +157,10 @@ class _Job(NamedTuple):
     """The job that a rank joins. ``stay``: it does not end with its run."""
 
     number: int
+    size: int
     timeout: float
-    variables: dict[str, str]
+    env: dict[str, str]
+    meeting_point: dict[str, str]
     stay: bool
 
 
@@ -225,7 +231,7 @@ class _RankProcess:
     def run(self, entered: list[bool], rank: int, axes: Mapping[str, int], job: _Job, call: bytes) -> Any:
         fn, args, chosen = unpack_call(call)
         mesh = Mesh(axes)
-        with changed(of_rank(rank, mesh.size) | job.variables):
+        with changed(of_rank(rank, mesh.size) | job.meeting_point | job.env):
             backend = self._join(job, chosen["backend"])
             entered.append(True)
             try:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections import UserDict
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -66,6 +69,41 @@ def test_names_dicts_and_outputs_with_a_loss(ctx):
     compare(model, whole, {"x": x.detach()}, names={"other.weight": "up.weight", "other.bias": "up.bias"})
     assert x.grad is None
     assert whole.up.weight.grad is not None
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+class Tensors(tuple[Tensor, ...]):
+    """Unknown to pytree, as UserDict is."""
+
+
+class First(nn.Module):
+    """Of the values in the container of its inputs."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, given: Mapping[str, Tensor] | tuple[Tensor, ...]) -> Tensor:
+        return self.inner(next(iter(given.values() if isinstance(given, Mapping) else given)))
+
+
+@pytest.mark.parametrize(
+    "container",
+    [lambda x: UserDict(x=x), lambda x: Tensors([x]), lambda x: Pair(x, x)],
+    ids=["mapping", "tuple", "named tuple"],
+)
+@each_rank(tp=2)
+def test_gradients_of_nested_inputs_are_each_models_own(ctx, container):
+    twice = lambda: Sharded(lambda x: 2 * x - x.detach())  # noqa: E731
+    for make, finding in ((Sharded, nullcontext()), (twice, pytest.raises(AssertionError, match="2 times the twin's"))):
+        model, whole, x = both(make)
+        with finding:
+            compare(First(model), First(whole), (container(x),))
+        assert x.grad is None
 
 
 def changed_on_rank_1() -> Sharded:

@@ -63,8 +63,7 @@ def layouts() -> None:
 def transposes() -> None:
     for name in test_ops.MAPPINGS:
         test_ops.test_backward_is_the_transpose_and_its_own_backward_forward(name=name, tp=2)
-    shifted = run_ranks(Mesh({"tp": 2}), lambda ctx: int(ops.shift(torch.full((1,), ctx.rank), ctx.comm("tp"))))
-    assert shifted == [1, 0]
+    test_ops.test_a_shift_goes_to_the_rank_that_is_the_step_further()
 
 
 class Block2(nn.Module):
@@ -127,7 +126,8 @@ MUTANTS = [
     Mutant(ops.reduce, ", _same)", ", partial(_all_reduce, comm=comm, dtype=dtype))"),
     Mutant(ops.all_gather, ", back)", ", partial(comm.split, dim=dim))"),
     Mutant(ops.reduce_scatter, "partial(comm.all_gather, dim=dim)", "partial(comm.all_gather, dim=1)"),
-    Mutant(ops.shift, "(i + step)", "(i - 2 * step)"),
+    Mutant(ops.shift, "(i + step)", "(i - step)"),
+    Mutant(ops.shift, "(i + step)", "(i + abs(step))"),
     Mutant(clip._power_sum, "norm.pow(p) / copies", "norm / copies"),
     Mutant(clip.norm_of, "total + part", "part"),
     Mutant(clip._over, 'if p == float("inf") else "sum"', 'if p == 2.0 else "sum"'),

@@ -85,6 +85,13 @@ def test_backward_is_the_transpose_and_its_own_backward_forward(ctx: ParallelCon
         assert torch.equal(y, before[1])
 
 
+@each_rank(tp=4)
+def test_a_shift_goes_to_the_rank_that_is_the_step_further(ctx: ParallelContext) -> None:
+    for step in (1, -1, -2):
+        got = ops.shift(torch.tensor([float(ctx.rank)]), ctx.comm("tp"), step)
+        assert float(got) == (ctx.rank - step) % 4
+
+
 SUMS: dict[str, Callable[[Tensor, Comm, torch.dtype | None], Tensor]] = {
     "reduce": lambda x, c, d: ops.reduce(x, c, dtype=d),
     "reduce_scatter": lambda x, c, d: ops.reduce_scatter(x, c, 0, dtype=d),

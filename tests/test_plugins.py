@@ -198,7 +198,7 @@ def test_a_backend_that_cannot_run_here_says_why(install: Install, probe: str, r
     [
         (
             "Half(group, rank)",
-            r"tpcore_half: Mine\.connect\(\) makes an unfinished Transport: .*abstract class Half.*all_gather",
+            r"backend 'half' of tpcore-half 1\.2: Mine\.connect\(\) makes .*abstract class Half.*all_gather",
         ),
         ("None", r"Mine.connect\(\) returned None, not a tpcore Transport"),
     ],

@@ -15,7 +15,7 @@ from tpcore.comm.comm import Comm
 from tpcore.errors import BackendError, CollectiveMismatchError, CollectiveTimeoutError, PeerLostError
 from tpcore.layout.mesh import Mesh
 from tpcore.runtime.context import ParallelContext
-from tpcore.testing import run_ranks
+from tpcore.testing import run_ranks, threads
 from tpcore.testing.threads import RankThreads
 
 TWO = Mesh({"tp": 2})
@@ -185,3 +185,31 @@ def test_a_rank_that_never_comes_is_reported_with_what_all_wait_for() -> None:
     assert isinstance(first.error, CollectiveTimeoutError)
     assert str(first.error) == str(second.error)
     assert re.search(r"^no rank has moved on for 0.5 s:\n  rank 0 waits .*\n  rank 1 runs at ", str(first.error))
+
+
+def test_a_rank_that_runs_on_when_another_has_failed_is_soon_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "GRACE", 0.2)
+    world, over = RankThreads(2), threading.Event()
+    first, second = world.run(lambda rank: 1 / 0 if rank == 0 else over.wait(20.0), 60.0)
+    over.set()
+    assert isinstance(first.error, ZeroDivisionError)
+    assert isinstance(second.error, CollectiveTimeoutError)
+    assert str(second.error).startswith("no rank has moved on for 0.2 s:\n  rank 0 failed with ZeroDivisionError")
+
+
+def test_a_rank_that_comes_too_late_raises_and_the_others_with_it() -> None:
+    """The time counts from the last move, here at the start: 1.6 s later it is over, and not yet the grace."""
+    world, cleaned = RankThreads(2), list[int]()
+
+    def rank(rank: int) -> None:
+        try:
+            world.meet(BOTH, rank, "here", 0)
+            if rank == 1:
+                threading.Event().wait(1.6)
+            world.meet(BOTH, rank, "there", 0)
+        finally:
+            cleaned.append(rank)
+
+    outcomes = world.run(rank, 1.0)
+    assert [type(outcome.error) for outcome in outcomes] == [CollectiveTimeoutError] * 2
+    assert sorted(cleaned) == [0, 1]

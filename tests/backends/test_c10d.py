@@ -14,7 +14,8 @@ from tpcore.backend.interface import Capabilities
 from tpcore.c10d.backend import C10dBackend
 from tpcore.layout.mesh import Mesh
 from tpcore.runtime.context import ParallelContext
-from tpcore.testing import ThreadBackend
+from tpcore.testing import ThreadBackend, run_ranks
+from tpcore.testing.kit.lost import Losses, lost
 
 
 class Simple(C10dBackend):
@@ -36,6 +37,14 @@ def _alone(ctx: ParallelContext) -> None:
 def test_a_group_of_one_is_made_when_it_is_asked_for() -> None:
     with RankPool(2, backend=Simple) as simple:
         simple.run(Mesh({"dp": 1, "tp": 2}), _alone)
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.xdist_group("kit")  # as tests/conformance/test_kit_lost.py
+def test_lost_ranks_are_told_by_a_backend_that_adds_nothing() -> None:
+    """The supervision of cpu_gloo and of cuda is that of the base, but not all they do for it."""
+    assert run_ranks(Mesh({"tp": 2}), lambda ctx: lost(ctx, Losses(Simple, 200.0))) == [[], []]
 
 
 @pytest.mark.parametrize("which", ["all", "one"])

@@ -37,6 +37,7 @@ from tpcore.errors import BackendError, CollectiveTimeoutError, PeerLostError
 from tpcore.layers import loss
 from tpcore.layout.mesh import Mesh
 from tpcore.runtime.context import ParallelContext
+from tpcore.testing import run_ranks
 
 TP2 = Mesh({"tp": 2})
 READS = {"tolist", "item", "numpy", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__"}
@@ -157,6 +158,11 @@ def test_a_step_reads_no_value(ranks: RankPool, sequence_dim: int | None, dtype:
     want = (questions, 8.0) if dtype == torch.float16 else ([], None)
     for found in ranks.run(TP2, _step, sequence_dim, dtype, env=env):
         assert found == want
+
+
+def test_the_counters_see_what_a_layer_reads_on_a_cpu_backend() -> None:
+    (found,) = run_ranks(Mesh({"tp": 1}), lambda ctx: reads(lambda: tpcore.ParallelEmbedding(4, 2)(torch.arange(4)))[0])
+    assert found
 
 
 def test_the_counters_see_reads_and_tensors_without_a_device() -> None:

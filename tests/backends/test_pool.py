@@ -26,6 +26,24 @@ def test_ranks_are_processes_in_order_and_a_small_world_uses_the_first(pool: Ran
     assert pool.run(Mesh({"tp": 1}), _where) == [(0, pool.pids()[0], True, 1, None)]
 
 
+def _ranks(ctx: ParallelContext) -> tuple[int, list[float]]:
+    return id(ctx), ctx.world.all_gather(torch.full((1,), float(ctx.rank)), 0).tolist()
+
+
+def test_ranks_that_stay_are_in_one_job_of_their_size_timeout_and_env() -> None:
+    with RankPool(2) as small:
+        (first, _), (again, _), (alone,), (new, _) = (
+            small.run(Mesh({"tp": n}), _ranks, timeout=20.0, env={"COLOUR": "red"}, stay=True) for n in (2, 2, 1, 2)
+        )
+        assert first == again
+        assert first[1] == new[1] == [0.0, 1.0]
+        assert alone[1] == [0.0]
+        for other in ({"timeout": 10.0, "env": {"COLOUR": "red"}}, {"timeout": 20.0}):
+            with pytest.raises(ValueError, match=r"have timeout=20 and env=\{'COLOUR': 'red'\} in all their runs"):
+                small.run(Mesh({"tp": 2}), _where, **other, stay=True)
+        assert small.run(Mesh({"tp": 2}), _where, env={"COLOUR": "blue"})[1][4] == "blue"
+
+
 def _not_picklable(ctx: ParallelContext) -> object:
     if ctx.rank == 0:
         return threading.Lock()

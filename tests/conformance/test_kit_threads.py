@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -102,6 +103,10 @@ def test_what_ranks_find_arrives_if_one_collective_is_right(count: int) -> None:
         assert first[1] == [
             "rank 1: its messages did not arrive: " + ", ".join(names[:2]) + f" and {names[2]} are all wrong"
         ]
+
+
+def test_a_message_may_name_a_file_whose_bytes_are_no_text() -> None:
+    assert run_ranks(Mesh({"tp": 1}), lambda ctx: told([os.fsdecode(b"/tmp/\xff")], ctx.world)) == [[["/tmp/\\udcff"]]]
 
 
 def test_bits_that_print_alike_are_told_apart() -> None:

@@ -158,6 +158,7 @@ wrong(
 )
 wrong(
     "test_odd_values all_reduce max",
+    MaxLeavesOutNaN=lambda t, x, op, _: op == "max" and functools.reduce(torch.fmax, t.exchange(op, x)),
     MaximumOfHalvesLeavesOutNaN=lambda t, x, op, _: (
         op == "max" and x.dtype is torch.bfloat16 and functools.reduce(torch.fmax, t.exchange(op, x))
     ),
@@ -397,6 +398,7 @@ wrong(
     "test_started",
     Full,
     of="start_all_reduce",
+    ReadsItsInputWhenItWaits=lambda t, x, op, donate: late(x, lambda: t.all_reduce(x, op, donate)),
     ReadsHalvesWhenItWaits=lambda t, right, x, op, donate: (
         late(x, lambda: t.all_reduce(x, op, donate)) if x.dtype in HALVES else right(x, op, donate)
     ),

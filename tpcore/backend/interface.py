@@ -138,6 +138,8 @@ class Backend(ABC):
     capabilities: ClassVar[Capabilities] = Capabilities()
     transport_class: ClassVar[type[Transport] | None] = None
     """The class that ``connect`` returns. If it lacks a method, the error comes before the job starts."""
+    _plugin: ClassVar[str]
+    """Name, distribution and version, for messages, of a class that was loaded as a plugin."""
 
     @classmethod
     def unavailable(cls) -> str | None:
@@ -175,8 +177,8 @@ class Backend(ABC):
         except TypeError as e:
             if "abstract" not in str(e):
                 raise
-            who = f"{type(self).__module__}: {type(self).__name__}"
-            raise BackendError(f"{who}.connect() makes an unfinished Transport: {e}") from e
+            who = vars(type(self)).get("_plugin", type(self).__module__)  # not that of a base
+            raise BackendError(f"{who}: {type(self).__name__}.connect() makes an unfinished Transport: {e}") from e
         return self._bound(made, "connect")
 
     @final

@@ -66,6 +66,7 @@ def _load(ep: EntryPoint) -> type[Backend]:
         raise BackendError(f"{where}: its tpcore_backend hook returned {cls!r}, not a Backend class")
     if why := unfit(cls):
         raise BackendError(f"{where}: {why}")
+    cls._plugin = where
     return cls
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from ..processes.transfer import Outcome, outcome_of, root_cause
 from ..runtime.context import ParallelContext, use
 from ..runtime.init import whole_tensors_only
 
+GRACE = 5.0  # seconds for ranks to end once one has failed, or the time is over
 T = TypeVar("T")
 _Box = dict[int, tuple[Any, Any]]
 """By rank, where those who have come to a meeting are, and what each brings."""
@@ -43,7 +45,9 @@ class RankThreads:
         """How often a rank has met others, by members and rank."""
         self._boxes: dict[tuple[tuple[int, ...], int], _Box] = {}
         self._threads: list[threading.Thread] = []
-        self._running, self._moves = 0, 0
+        self._running, self._moved_at = 0, 0.0
+        self._ends = threading.Semaphore(0)
+        self._late = ""  # what CollectiveTimeoutError says, once the time is over
 
     def saved(self) -> Callable[[], object]:
         """Save the state of the process that belongs to the running rank; the result restores it."""
@@ -51,6 +55,7 @@ class RankThreads:
 
     def meet(self, members: tuple[int, ...], rank: int, at: Any, mine: Any) -> list[tuple[Any, Any]]:
         """Wait for all ``members``. Return where each is, and what it brings, in group order."""
+        self._raise_if_late()
         meeting = members, self.met[members, rank]
         self.met[members, rank] += 1
         box = self._boxes.setdefault(meeting, {})
@@ -65,7 +70,7 @@ class RankThreads:
         return [box[member] for member in members]
 
     def _moved(self) -> None:
-        self._moves += 1
+        self._moved_at = time.monotonic()
         self._baton.notify_all()
 
     def _wait(self, members: tuple[int, ...], rank: int, at: Any, box: _Box) -> None:
@@ -80,7 +85,12 @@ class RankThreads:
             self._running = rank
             restore()
 
+    def _raise_if_late(self) -> None:
+        if self._late:
+            raise CollectiveTimeoutError(self._late)
+
     def _raise_if_hopeless(self, rank: int, at: Any, missing: list[int]) -> None:
+        self._raise_if_late()
         failed = [r for r, o in self.ended.items() if o.error is not None and not isinstance(o.error, PeerLostError)]
         if failed:
             raise PeerLostError(f"rank {failed[0]} {self._state(failed[0])}; rank {rank} was at {at}")
@@ -106,9 +116,9 @@ class RankThreads:
         return f"{'runs' if rank == self._running else 'waits for its turn'} at {where}"
 
     def run(self, fn: Callable[[int], Any], timeout: float | None = None) -> list[Outcome]:
-        """Call ``fn(rank)`` on every rank, each from this process's state. Return each outcome: of ranks that run on
-        when none has met others or ended for ``timeout`` seconds, CollectiveTimeoutError."""
-        restore, late = self.saved(), Outcome()
+        """Call ``fn(rank)`` on every rank, each from this process's state. Return each outcome. If none has met others
+        or ended for ``timeout`` seconds, all get CollectiveTimeoutError; who runs on for another GRACE has it too."""
+        restore = self.saved()
 
         def one(rank: int) -> None:
             with self._baton:
@@ -116,21 +126,33 @@ class RankThreads:
                 restore()
                 self.ended[rank] = outcome_of(partial(fn, rank))
                 self._moved()
+                self._ends.release()
 
+        self._moved_at = time.monotonic()
         for rank in range(self.size):
             run, name = copy_context().run, f"rank {rank}"
             self._threads.append(threading.Thread(target=run, args=(one, rank), name=name, daemon=True))
         for thread in self._threads:
             thread.start()
-        for thread in self._threads:
-            while thread.is_alive() and late.error is None:
-                before = self._moves
-                thread.join(timeout)
-                if thread.is_alive() and self._moves == before:
-                    text = f"no rank has moved on for {timeout:g} s:\n{self._report()}"
-                    late = Outcome(error=CollectiveTimeoutError(text))
+        self._await_ends(timeout)
         restore()
-        return [self.ended.get(rank, late) for rank in range(self.size)]
+        return [self.ended.get(r, Outcome(error=CollectiveTimeoutError(self._late))) for r in range(self.size)]
+
+    def _await_ends(self, timeout: float | None) -> None:
+        """Until all ranks have ended, or some run on although the others can no longer be right."""
+        while timeout is not None and len(self.ended) < self.size:
+            hopeless = bool(self._late) or any(o.error is not None for o in tuple(self.ended.values()))
+            limit = min(timeout, GRACE) if hopeless else timeout
+            left = self._moved_at + limit - time.monotonic()
+            if left > 0:
+                self._ends.acquire(timeout=left)
+                continue
+            self._late = self._late or f"no rank has moved on for {limit:g} s:\n{self._report()}"
+            if hopeless:
+                return
+            self._moved_at = time.monotonic()
+        for thread in self._threads:
+            thread.join()
 
 
 class ThreadWorld(RankThreads):

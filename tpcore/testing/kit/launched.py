@@ -51,7 +51,7 @@ def told(messages: Sequence[str], comm: Comm) -> list[list[str]]:
 
 def _packed(messages: Sequence[str]) -> Tensor:
     """Bytes as float32: a checksum, and the messages with zeros between them."""
-    text = "\0".join(message[: _ROOM // 8] for message in messages).encode()
+    text = "\0".join(message[: _ROOM // 8] for message in messages).encode(errors="backslashreplace")
     if len(text) > _ROOM:
         text = text[: _ROOM - len(_MORE)] + _MORE
     text = text.ljust(_ROOM, b"\0")

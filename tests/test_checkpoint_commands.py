@@ -84,6 +84,14 @@ def test_consolidate(tp: int, tmp_path: Path) -> None:
     assert all(torch.equal(found[name], want[name]) for name in found)
     assert run("diff", tmp_path / "c", tmp_path / "out") == "the same\n"
 
+    def plain(ctx: ParallelContext) -> None:
+        net = nn.ModuleDict({"gate_up": nn.Linear(4, 8)})
+        load(tmp_path / "c", net, strict=False)
+        assert all(torch.equal(t, want[name]) for name, t in net.state_dict().items())
+
+    with pytest.warns(UserWarning, match="does not fit the model everywhere|left out: "):
+        run_ranks(Mesh({"tp": 2}), plain)
+
 
 def test_all_that_lies_beside_weights_in_a_folder_of_transformers_travels(tmp_path: Path) -> None:
     """A checkpoint in a run's folder, as a Trainer leaves it: the tokenizer keeps its special tokens."""

@@ -384,8 +384,8 @@ def _counted(t: Tensor) -> Tensor:
 def test_any_spec_from_any_degree_to_any(
     specs: list[ShardSpec], degrees: tuple[int, int, int], dtype: torch.dtype, device: str | None, chunk: int
 ) -> None:
-    """Saved at one degree, rewritten offline for another, loaded at a third, and made whole. ``chunk``: bytes that are
-    made and written at once."""
+    """Saved at one degree, rewritten offline for another and back, loaded at a third, and made whole. ``chunk``: bytes
+    that are made and written at once."""
     assume(all(fits(spec, n) for spec in specs for n in degrees))
     a, b, c = degrees
 
@@ -406,7 +406,8 @@ def test_any_spec_from_any_degree_to_any(
         run_ranks(Mesh({"tp": a}), lambda ctx: write(ctx, Path(home, "a")))
         reshard(Path(home, "a"), Path(home, "b"), b)
         run_ranks(Mesh({"tp": c}), lambda ctx: read(ctx, Path(home, "b")))
-        consolidate(Path(home, "b"), Path(home, "whole"))
+        reshard(Path(home, "b"), Path(home, "again"), a)
+        consolidate(Path(home, "again"), Path(home, "whole"))
         full = {f"p{i}": _counted(torch.empty(spec.shape, dtype=dtype)) for i, spec in enumerate(specs)}
         if dtype != torch.complex128:  # which safetensors has no name for
             assert same(values(Path(home, "whole")), full)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from rich.progress import Progress
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
@@ -83,6 +83,14 @@ def test_consolidate(tp: int, tmp_path: Path) -> None:
     assert found.keys() == want.keys() - {"head.weight"}  # once: it is tied
     assert all(torch.equal(found[name], want[name]) for name in found)
     assert run("diff", tmp_path / "c", tmp_path / "out") == "the same\n"
+
+    def plain(ctx: ParallelContext) -> None:
+        net = nn.ModuleDict({"gate_up": nn.Linear(4, 8)})
+        load(tmp_path / "c", net, strict=False)
+        assert all(torch.equal(t, want[name]) for name, t in net.state_dict().items())
+
+    with pytest.warns(UserWarning, match="does not fit the model everywhere|left out: "):
+        run_ranks(Mesh({"tp": 2}), plain)
 
 
 def test_all_that_lies_beside_weights_in_a_folder_of_transformers_travels(tmp_path: Path) -> None:
@@ -206,6 +214,9 @@ def test_resharding_warns_of_sizes_that_no_plain_layer_fits(tmp_path: Path) -> N
     assert re.search(r"warning: tp=3 does not divide model\.gate_up\.\w+, .*: only layers with pad=True", said)
     assert "embed" not in said  # padded at tp=2 already
     assert "warning" not in run("reshard", tmp_path / "c", tmp_path / "four", "--tp", 4)
+    save_file({"w": torch.ones(8, 4)}, tmp_path / "w.safetensors")
+    said = run("reshard", tmp_path / "w.safetensors", tmp_path / "cut", "--tp", 3, "--cut", "w=0")
+    assert "warning: tp=3 does not divide model.w: only" in said  # the rules are those of the source
 
 
 def test_a_pickle_that_is_not_trusted_is_not_to_be_converted_by_the_same_command(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import re
 import sys
 import types
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,11 @@ import tpcore
 from tpcore.checkpoint import load
 from tpcore.checkpoint.forms import registry
 from tpcore.checkpoint.forms.rank_files import RankFiles, grid
-from tpcore.checkpoint.forms.source import Form, Reading, Source
+from tpcore.checkpoint.forms.source import Cuts, Fill, Form, Reading, Source, Stage, State
 from tpcore.checkpoint.inspect import diff, inspect, verify
 from tpcore.checkpoint.read.source import part, read_shards
 from tpcore.checkpoint.rewrite import consolidate, convert, reshard
-from tpcore.checkpoint.stored import Stored
+from tpcore.checkpoint.stored import MemoryShard, Stored
 from tpcore.errors import CheckpointError
 from tpcore.layout.mesh import Mesh
 from tpcore.layout.shard import Block, ShardSpec
@@ -191,6 +191,43 @@ def test_into_a_model_and_as_plain_shards(kind: str, tmp_path: Path, reference: 
         ({"tp": 4}, None, torch.float64),
     ):
         run_ranks(Mesh(axes), lambda ctx: read(ctx, device, dtype))  # noqa: B023
+
+
+class Halves(Source):
+    """A form of two stages, of which each holds a layer."""
+
+    form, path, tp, pp = "file of halves", "halves", 1, 2
+
+    def stage(self, pp_rank: int, own: int | None, cuts: Cuts) -> Stage:
+        return Half(str(pp_rank))
+
+
+class Half(Stage):
+    def __init__(self, layer: str) -> None:
+        self.layer = layer
+
+    def model(self, fill: Fill | None = None) -> State:
+        shard = MemoryShard(full()["up.weight"])
+        return {f"{self.layer}.weight": Stored.over_tp(self.layer, ShardSpec((8, 4), 0), 1, None, lambda i: shard)}
+
+    def entries(self, fill: Fill, without: Collection[Any] = (), *, model: bool = False) -> Any:
+        return {"stage": self.layer}
+
+
+def test_a_form_of_stages_that_opens_at_its_own_number_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "FORMS", (Form(sharded=True, open=lambda path, how, stack: Halves()),))
+
+    def read(ctx: ParallelContext) -> None:
+        rank, n = ctx.coord("tp"), ctx.mesh.axes["tp"]
+        at = str(ctx.mesh.coords(ctx.rank).get("pp", 0))
+        model = nn.ModuleDict({at: tpcore.ColumnParallelLinear(4, 8, bias=False)})
+        assert load("halves", model) == {"stage": at}
+        assert torch.equal(model.state_dict()[f"{at}.weight"], full()["up.weight"].chunk(n)[rank])
+
+    for tp in (1, 2):
+        run_ranks(Mesh({"pp": 2, "tp": tp}), read)
+    with pytest.raises(CheckpointError, match="halves was saved at pp=2, and a file of halves opens at that pp alone"):
+        run_ranks(Mesh({"tp": 1}), read)
 
 
 @pytest.mark.parametrize("kind", [*LAYOUTS, "npz"])

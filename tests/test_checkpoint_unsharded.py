@@ -77,9 +77,12 @@ def test_files_that_are_none(name: str, data: bytes | None, message: str, tmp_pa
 
 def _refused(path: Path, message: str) -> None:
     def read(ctx: ParallelContext) -> None:
+        model = Net()
+        before = {name: t.clone() for name, t in model.state_dict().items()}
         with pytest.raises(CheckpointError, match=message) as caught:
-            load(path, Net(), sharded=False)
+            load(path, model, sharded=False)
         assert str(path) in str(caught.value)
+        assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
 
     run_ranks(Mesh({"tp": 2}), read)
 

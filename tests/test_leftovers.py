@@ -6,16 +6,20 @@ import fcntl
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import forked
 import pytest
 import torch
+from killing import Counted
 from torch import nn
 
 import tpcore
 from tpcore.checkpoint import load, save
-from tpcore.checkpoint.rewrite import consolidate, convert
+from tpcore.checkpoint.rewrite import consolidate, convert, reshard
+from tpcore.checkpoint.storage import files
 from tpcore.checkpoint.storage.publish import OwnedDirectory
+from tpcore.errors import CheckpointError
 from tpcore.layout.mesh import Mesh
 from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
@@ -110,6 +114,30 @@ def test_a_command_again_removes_what_it_left(home: Path, tmp_path: Path) -> Non
         assert any(name.startswith(f".{out.name}.writing-") for name in os.listdir(home))
         command(source, out)
     assert sorted(os.listdir(home)) == ["whole", "whole.safetensors"]
+
+
+@pytest.mark.filterwarnings("ignore:.*is a pickle.*:UserWarning")
+def test_a_command_that_fails_in_a_write_leaves_nothing(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full() -> None:
+        raise OSError(28, "No space left on device")
+
+    def opened(path: str, mode: str) -> Any:
+        f = open(path, mode)  # noqa: SIM115  whoever opens it closes it
+        return Counted(f, full) if "x" in mode else f
+
+    one(tmp_path / "c", 1)
+    torch.save({"w": torch.ones(3)}, tmp_path / "w.pt")
+    monkeypatch.setattr(files, "open", opened, raising=False)
+    for run in (
+        lambda: consolidate(tmp_path / "c", home / "x"),
+        lambda: reshard(tmp_path / "c", home / "x", 2),
+        lambda: convert(tmp_path / "w.pt", home / "x.safetensors"),
+    ):
+        with pytest.raises(CheckpointError, match=r"cannot write .*No space left"):
+            run()
+        assert os.listdir(home) == []
 
 
 @pytest.mark.processes

@@ -63,10 +63,11 @@ class Native(Source):
             raise CheckpointError(f"{path} has {size} bytes, not {record.size} as written: truncated or replaced")
         return path
 
-    def stage(
-        self, pp_rank: int | None, own: int | None, cuts: Cuts, names: Sequence[str] | None = None
-    ) -> NativeStage:
-        return NativeStage(self, pp_rank, own, names)
+    def stage(self, pp_rank: int, own: int | None, cuts: Cuts) -> NativeStage:
+        return NativeStage(self, pp_rank, own)
+
+    def entries_of_all(self, cuts: Cuts, names: Sequence[str] | None = None) -> NativeStage:
+        return NativeStage(self, None, None, names)
 
     def tensors(self) -> Iterator[tuple[str, Stored]]:
         """All that ``tpcore checkpoint inspect`` lists: those of other entries than the model too."""

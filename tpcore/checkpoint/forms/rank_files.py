@@ -52,9 +52,11 @@ class RankFiles(Source):
         """Tensors that are stored only fused or reordered, and the stored names that they come from."""
         return [], set()
 
-    def stage(self, pp_rank: int | None, own: int | None, cuts: Cuts, names: Sequence[str] | None = None) -> Stage:
-        alike = [] if pp_rank is not None else [file for stage in self.files[1:] for file in stage]
-        return _RankFilesStage(self, pp_rank or 0, own, cuts, alike)
+    def stage(self, pp_rank: int, own: int | None, cuts: Cuts) -> Stage:
+        return _RankFilesStage(self, pp_rank, own, cuts)
+
+    def entries_of_all(self, cuts: Cuts, names: Sequence[str] | None = None) -> Stage:
+        return _RankFilesStage(self, 0, None, cuts, [file for stage in self.files[1:] for file in stage])
 
 
 class _RankFilesStage(Stage):

@@ -81,10 +81,13 @@ class Source(ABC):
     """Identifies one save, or is empty. All ranks of a job must have opened the same save."""
 
     @abstractmethod
-    def stage(self, pp_rank: int | None, own: int | None, cuts: Cuts, names: Sequence[str] | None = None) -> Stage:
-        """A stage for tp rank ``own``, or for no rank. ``cuts``: the cuts that the checkpoint lacks. ``pp_rank`` None:
-        the entries for a job with another number of stages, which are those equal on all stages, and optimizers'
-        states; ``names``: the parameters whose state is wanted, in order; None: all."""
+    def stage(self, pp_rank: int, own: int | None, cuts: Cuts) -> Stage:
+        """A stage for tp rank ``own``, or for no rank. ``cuts``: the cuts that the checkpoint lacks."""
+
+    def entries_of_all(self, cuts: Cuts, names: Sequence[str] | None = None) -> Stage:
+        """The entries for a job with another number of stages: those equal on all stages, and optimizers' states.
+        ``names``: the parameters whose state is wanted, in order; None: all. CheckpointError in a form without that."""
+        raise CheckpointError(f"{self.path} was saved at pp={self.pp}, and a {self.form} opens at that pp alone")
 
 
 class Form(NamedTuple):

@@ -61,7 +61,8 @@ class Loading:
         by_name |= {name: cut for name, cut in zip(names or (), parameters, strict=False) if cut is not None}
         if model is not None and names is None:
             names = [name for name, _ in model.named_parameters()]
-        stage = self._source.stage(None if self._restaged else self._pp_rank, self._own, _cuts_of(model), names)
+        source, cuts = self._source, _cuts_of(model)
+        stage = source.entries_of_all(cuts, names) if self._restaged else source.stage(self._pp_rank, self._own, cuts)
         recut = model is None and optimizer is not None and self._own is None and not self._restaged
         if recut and (states := stage.states()) is not None:
             self._rest = stage.entries(self._fill, stage.bound() if self._sharded else ())

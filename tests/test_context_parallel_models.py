@@ -102,6 +102,8 @@ def made(make: Callable[[], Any]) -> Any:
 
 def assert_gradients(ctx: tpcore.ParallelContext, model: Any, whole: Any) -> None:
     tpcore.reduce_gradients(model)
+    names = dict(whole.named_parameters()).keys()
+    assert ctx.mesh.axes.get("pp", 1) > 1 or dict(model.named_parameters()).keys() == names
     assert_same_gradients(model, whole, ctx, EXACT, EXACT)
 
 

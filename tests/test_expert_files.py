@@ -12,8 +12,9 @@ from typing import Any
 import hf
 import pytest
 import torch
+import transformers
 from pipelines import part_of
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_experts import FEATURES, MAKES, WHOLE
 from tiers import tiers
 from torch import Tensor
@@ -118,6 +119,44 @@ def test_a_rank_reads_of_each_expert_what_it_keeps(
     of_experts = [n for key, n in asked if ".experts." in key]
     assert sum(of_experts) == kept
     assert max(of_experts) <= one_expert  # no read, and so no buffer, is of more than one matrix of one expert
+
+
+def transposed(folder: Path) -> Any:
+    """Written as the first Qwen3-VL-MoE are: ``[experts, in, out]``, and in memory ``[experts, out, in]``."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64}
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+    experts = {"moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2, "rope_parameters": rope}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_hidden_layers": 2}
+    vision = {"depth": 1, "num_heads": 4, "out_hidden_size": 32, "patch_size": 4, "deepstack_visual_indexes": [0]}
+    config = transformers.Qwen3VLMoeConfig(
+        text_config={**sizes, **experts, **heads, "vocab_size": 99},
+        vision_config={**sizes, **vision, "num_position_embeddings": 16},
+    )
+    whole = transformers.Qwen3VLMoeForConditionalGeneration(config)
+    whole.save_pretrained(folder)
+    stored = load_file(folder / "model.safetensors")
+    stored |= {key: t.transpose(1, 2).contiguous() for key, t in stored.items() if ".experts." in key}
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    return whole
+
+
+def test_what_is_stored_transposed_is_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    whole = transposed(tmp_path)
+    full, largest = dict(whole.named_parameters()), max(p.numel() for p in experts_of(whole).values())
+    asked = watched(monkeypatch)
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        with tpcore.lazy():
+            lazy = type(whole).from_pretrained(tmp_path)
+        model: Any = tpcore.parallelize(lazy, **WHOLE)
+        for key, p in model.named_parameters():
+            assert torch.equal(p, part_of(full[key], p, ctx)), key
+
+    run_ranks(Mesh({"tp": 2}), rank)
+    read = [n for key, n in asked if ".experts." in key]
+    assert sum(read) == sum(p.numel() for p in experts_of(whole).values())
+    assert max(read) <= largest // 2  # what a rank keeps: a whole tensor is nowhere
 
 
 def converters() -> dict[str, tuple[Any, list[list[Tensor]], list[tuple[int, ...]]]]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from importlib.metadata import PackageNotFoundError
+from types import SimpleNamespace
 
 import pytest
 import torch
 import tpcore_neuron
 from tpcore_neuron import NativeBackend, platform
+from tpcore_neuron.replicas.process import Worlds
 
 import tpcore
 from tpcore.backend.interface import Capabilities
@@ -169,3 +172,11 @@ def test_the_installed_packages_choose_the_backend(monkeypatch, caplog, version,
 def test_without_a_core_the_native_backend_is_unavailable(monkeypatch, tmp_path):
     monkeypatch.setattr(platform, "_DEVICES", str(tmp_path))
     assert "no NeuronCore is visible" in NativeBackend.unavailable()
+
+
+def test_what_stands_for_the_world_of_each_replica_can_be_copied() -> None:
+    ranks = {0: SimpleNamespace(group_count=3)}
+    worlds = Worlds(lambda: ranks[0])
+    assert copy.copy(worlds).group_count == worlds.group_count == 3
+    with pytest.raises(AttributeError, match="group_counts"):
+        _ = worlds.group_counts

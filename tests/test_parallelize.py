@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import families
 import hf
 import pytest
 import torch
 import transformers
 from hf import GPT2, NO_DROPOUT, TINY, assert_equals_whole, llama, mixtral, phi3, recomputed, text
+from torch import nn
 from worlds import each_rank
 
 import tpcore
@@ -160,6 +162,19 @@ def test_rules_of_the_callers(plan: dict[str, Any]) -> None:
     assert_equals_whole(lambda: llama(attn_implementation="eager", num_key_value_heads=1), (2,), plan=plan)
 
 
+def nllb_moe() -> Any:
+    return transformers.NllbMoeForConditionalGeneration(families.config_of("nllb-moe"))
+
+
+@each_rank(tp=2)
+def test_a_rule_of_the_callers_for_every_expert(ctx: tpcore.ParallelContext) -> None:
+    rule, model = "model.encoder.layers.*.ffn.experts.expert_*", nllb_moe()
+    inner = [name for name, module in model.named_modules() if ".expert_" in name and isinstance(module, nn.Linear)]
+    tpcore.parallelize(model, plan={f"{rule}.fc1": "replicate", f"{rule}.fc2": "replicate"})
+    whole = [name for name in inner if type(model.get_submodule(name)) is nn.Linear]
+    assert whole == [name for name in inner if name.startswith("model.encoder.")] != inner
+
+
 def mamba() -> Any:
     return transformers.MambaForCausalLM(transformers.MambaConfig(vocab_size=99, hidden_size=32, num_hidden_layers=2))
 
@@ -187,6 +202,11 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         llama,
         {"model.layers.*.mlp.up": "colwise"},
         "match no module and no parameter: 'model.layers.\\*.mlp.up'",
+    ),
+    "a rule for one expert of every layer": (
+        nllb_moe,
+        {"model.encoder.layers.*.ffn.experts.expert_0.fc1": "colwise"},
+        r"no parameter: 'model.encoder.layers.\*.ffn.experts.expert_0.fc1'. .* of a layer or of an expert_1$",
     ),
     "an unknown style": (
         llama,
@@ -229,7 +249,7 @@ def test_all_misfits_are_named_with_the_degrees_that_fit() -> None:
 @each_rank(tp=2)
 def test_other_modules_and_a_sharded_model_are_refused(ctx: tpcore.ParallelContext) -> None:
     with pytest.raises(TypeError, match="a model of transformers, not a Linear"):
-        tpcore.parallelize(torch.nn.Linear(2, 2))
+        tpcore.parallelize(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="this LlamaForCausalLM is sharded already"):
         tpcore.parallelize(tpcore.parallelize(llama()))
 

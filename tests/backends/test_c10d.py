@@ -6,12 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_pool import RankPool
-from roads import OverRoad, each_road  # noqa: F401  a fixture
+from roads import GLOO, OverRoad, each_road  # noqa: F401  a fixture
 from worlds import Alike
 
 import tpcore
 from tpcore.backend.interface import Capabilities
 from tpcore.c10d.backend import C10dBackend
+from tpcore.layers import ContextParallelAttention
 from tpcore.layout.mesh import Mesh
 from tpcore.runtime.context import ParallelContext
 from tpcore.testing import ThreadBackend, run_ranks
@@ -151,3 +152,24 @@ def _user_group(ctx: ParallelContext) -> None:
 
 def test_groups_of_the_user_and_for_the_user(pool: OverRoad) -> None:
     pool.run(Mesh({"tp": 4}), _user_group)
+
+
+def _ring(ctx: ParallelContext) -> None:
+    made = torch.Generator().manual_seed(0)
+    whole = [torch.randn(1, 2, 16, 4, dtype=torch.float64, generator=made).requires_grad_() for _ in range(3)]
+    want = torch.nn.functional.scaled_dot_product_attention(*whole, is_causal=True)
+    gradients = torch.autograd.grad(want.square().sum(), whole)
+    attention = ContextParallelAttention("ring", context_parallel_group=ctx.comm("tp"))
+    for _ in range(3):  # blocks of one call under way beside those of the next
+        mine = [attention.order.cut(t.detach(), 2).requires_grad_() for t in whole]
+        out = attention(*mine)
+        out.square().sum().backward()
+        torch.testing.assert_close(attention.order.whole(out, 2), want, rtol=1e-12, atol=1e-12)
+        for t, expected in zip(mine, gradients, strict=True):
+            # float64, in which the order of sums is all that differs
+            torch.testing.assert_close(t.grad, attention.order.cut(expected, 2), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("pool", [GLOO], indirect=True)  # in memory: test_shared_memory.py
+def test_blocks_of_a_ring_are_under_way_while_ranks_compute(pool: OverRoad) -> None:
+    pool.run(Mesh({"tp": 4}), _ring)

@@ -115,6 +115,21 @@ def test_leaving_a_lost_job_does_not_wait_for_calls_of_gloo() -> None:
         assert pool.run(ALONE, _groups_left, 1)[0] == 1
 
 
+def _sum(ctx: ParallelContext, how: str | None = None) -> float:
+    if how is not None and ctx.rank == 2:
+        end(how)
+    return float(ctx.world.all_reduce(torch.ones(())))
+
+
+@pytest.mark.parametrize("pool", [GLOO], indirect=True)
+def test_all_of_four_learn_the_name(pool: OverRoad) -> None:
+    outcomes = pool.outcomes(TP4, _sum, "killed")
+    for rank in (0, 1, 3):
+        assert isinstance(outcomes[rank].error, PeerLostError)
+        assert names(str(outcomes[rank].error), 2, "killed")
+    assert pool.run(TP4, _sum) == [4.0] * 4, "the pool is whole again"
+
+
 def _leave(ctx: ParallelContext) -> float:
     if ctx.rank == 1:
         return 0.0
@@ -183,7 +198,8 @@ def _absent(ctx: ParallelContext, release: str, made: bool = True, several: bool
             time.sleep(3.0)  # longer than the time-out: all have failed, of which one says why
         for wait in reversed(waits):
             wait()
-        comm.all_reduce(torch.ones(7))
+        if not several:
+            comm.all_reduce(torch.ones(7))
     finally:
         Path(release).touch()
 

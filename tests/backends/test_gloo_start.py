@@ -197,7 +197,7 @@ def _rank(environment: dict[str, str], answers: Connection) -> None:
         while True:
             ctx.comm("tp").all_reduce(torch.ones(2))
     except (BackendError, ValueError) as e:
-        answers.send(str(e))
+        answers.send(f"{type(e).__name__}: {e}")
 
 
 def _started(port: int, rank: int, **more: str) -> tuple[Any, Connection]:
@@ -221,14 +221,14 @@ def test_started_by_hand_and_the_host_of_the_store_dies(port: int) -> None:
     assert [answers.recv() for _, answers in ranks] == ["started", "started"]
     ranks[0][0].kill()
     # gone: the server of the processes may have taken the wait status away
-    assert re.match(r"rank 0 \(pid \d+ on .*\) (was killed by SIGKILL|is gone)", ranks[1][1].recv())
+    assert re.match(r"PeerLostError: rank 0 \(pid \d+ on .*\) (was killed by SIGKILL|is gone)", ranks[1][1].recv())
 
 
 @pytest.mark.processes
 def test_ranks_that_ask_for_different_meshes_all_say_so(port: int) -> None:
     ranks = [_started(port, rank, TPCORE_TEST_TP=str(1 + rank)) for rank in range(2)]
     for _, answers in ranks:
-        assert re.match(r"rank 0 has the mesh .*'tp': 1\} and rank 1 has .*'tp': 2\}", answers.recv())
+        assert re.match(r"ValueError: rank 0 has the mesh .*'tp': 1\} and rank 1 has .*'tp': 2\}", answers.recv())
 
 
 @pytest.mark.processes
@@ -249,7 +249,8 @@ def test_jobs_that_their_launchers_name_do_not_meet() -> None:
     late = {"TPCORE_TEST_READS_LATE": "1"}  # rank 0, whose process has the store, waits for it
     ranks = [_started(port, 0, SLURM_JOB_ID="7"), _started(port, 1, SLURM_JOB_ID="8", **late)]
     for process, answers in ranks:
-        assert answers.recv().startswith("rank 0 has SLURM_JOB_ID=7 and rank 1 8: two jobs were given one address")
+        said = answers.recv()
+        assert said.startswith("ValueError: rank 0 has SLURM_JOB_ID=7 and rank 1 8: two jobs were given one address")
         process.join()
 
 
@@ -259,6 +260,6 @@ def test_a_rank_that_waits_for_others_keeps_nobody_from_being_told() -> None:
     port = _port()
     (first, told), (second, _) = (_started(port, rank, WORLD_SIZE=str(2 + rank)) for rank in (0, 1))
     assert told.poll(30)  # its time-out is 60 s
-    assert told.recv().startswith("rank 0 has WORLD_SIZE=2 and rank 1 3: two jobs were given one address")
+    assert told.recv().startswith("ValueError: rank 0 has WORLD_SIZE=2 and rank 1 3: two jobs were given one address")
     first.join()
     second.join()  # the store ended with the first

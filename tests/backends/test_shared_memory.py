@@ -204,6 +204,23 @@ def test_a_rank_that_waits_uses_no_processor(pool: RankPool) -> None:
     assert used < waited / 5  # 0.005 to 0.007 of it were seen, the monitor's thread among them
 
 
+def test_looks_become_rarer_where_no_sleep_can_be_woken(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, pauses = ctypes.create_string_buffer(segment.STRIDE), list[float]()
+    address = ctypes.addressof(memory)
+    segment._create(address, 0, 0)
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 12:
+            segment.post_to(address)
+
+    monkeypatch.setattr(segment, "_clockwait", None)
+    monkeypatch.setattr(time, "sleep", pause)
+    assert segment.sleep_on(address, 60.0)
+    assert (pauses[0], pauses[-1]) == (5e-5, 1e-3)
+    assert pauses == sorted(pauses)
+
+
 # -- a permute under way ------------------------------------------------------------------------------------
 def _computes_first(ctx: ParallelContext, pipe: str) -> list[float]:
     """Rank 1 comes to its ring only when rank 0 has computed a block of it: rank 0 waits for no one before."""

@@ -178,7 +178,8 @@ def _cut(model: nn.Module, name: str, module: nn.Module, rule: Rule, queries: Ma
     elif rule == plan.ROW:
         needs = [Need(name, features(module)[0], "input features")]
     elif rule in (plan.PACKED_COLUMN, plan.PACKED_ROW):
-        size = features(module)[rule == plan.PACKED_COLUMN]
+        inputs, outputs = features(module)
+        size = outputs if rule == plan.PACKED_COLUMN else inputs
         if size % 2:
             raise ValueError(f"{name}: {size} features are not two of equal size, as {rule} cuts them")
         blocks, needs = (Block(size // 2),) * 2, [Need(name, size // 2, "features in each half")]

@@ -55,7 +55,7 @@ def checked(user: Mapping[str, Rule], names: Iterable[str]) -> None:
     if unused:
         raise ValueError(
             f"rules of the plan match no module and no parameter: {', '.join(map(repr, unused))}. Names are "
-            "those of model.named_modules(), with * for the number of a layer"
+            "those of model.named_modules(), with * for the number of a layer or of an expert_1"
         )
 
 

@@ -54,7 +54,8 @@ def _places(model: nn.Module, table: str) -> Places:
 
 
 def _by_ties(cuts: list[Cut], owners: Places) -> Iterator[list[Cut]]:
-    """The cuts one by one, but those with a shared Parameter together: each has to read all of it before it is cut."""
+    """The cuts one by one, but all those with a shared Parameter together: each has to read all of it before it is cut.
+    All new parts of that group exist at once, beside what is whole."""
     tied = [cut for cut in cuts if any(len(owners[id(p)]) > 1 for p in cut.module.parameters(recurse=False))]
     yield tied
     yield from ([cut] for cut in cuts if cut not in tied)

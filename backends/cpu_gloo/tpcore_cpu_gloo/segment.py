@@ -22,7 +22,7 @@ from tpcore.processes.transfer import nameless_file
 STRIDE = 128
 """Bytes from one semaphore to the next: two cache lines, because processors fetch lines in pairs."""
 _MONOTONIC = 1  # CLOCK_MONOTONIC
-_POLL = 1e-3  # seconds between two looks, where no sleep can be woken
+_POLL = (5e-5, 1e-3)  # seconds between the first and later looks, where no sleep can be woken
 _TEXT = 4096
 _PIECES = 64  # of a tensor that is posted whole, at most: address space and no memory until one is
 _FAILURES = (OSError, ValueError)  # mmap raises a ValueError for a file that is shorter than it should be
@@ -62,10 +62,12 @@ def sleep_on(address: int, seconds: float) -> bool:
     if _clockwait is not None:
         when = _Timespec(int(until), int(until % 1 * 1e9))
         return _clockwait(address, _MONOTONIC, ctypes.byref(when)) == 0
+    pause, longest = _POLL
     while busy(address):
         if time.monotonic() > until:
             return False
-        time.sleep(_POLL)
+        time.sleep(pause)
+        pause = min(1.5 * pause, longest)
     return True
 
 

@@ -35,6 +35,8 @@ class Worlds:
         vars(self)["_fields"] = fields
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # copy and pickle ask before there are fields
+            raise AttributeError(name)
         return getattr(self._fields(), name)
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -51,6 +51,7 @@ def layouts() -> None:
     assert LAYOUTS[2].local_shape(MESHES[0]) == (3, 2)
     for layout, mesh in itertools.product(LAYOUTS, MESHES):
         test_layout.check_boxes(layout, mesh)
+        layout.shares(mesh)  # each has some: check_shares would take an error
         test_layout.check_shares(layout, mesh)
         for other in MESHES:
             test_layout.check_parts(layout, mesh, other)
@@ -122,6 +123,7 @@ MUTANTS = [
     Mutant(_boxes, "cut.rank(mesh, at)", "0"),
     Mutant(_local_shape, "shape[dim] = spec", "shape[0] = spec"),
     Mutant(_shares, "local += length", "local += 1"),
+    Mutant(_shares, "len(along[dim]) == 1", "len(along[dim]) == 0"),
     Mutant(_once, "(box.full, box.size)", "(box.size,)"),
     Mutant(ops.copy, "partial(_all_reduce, comm=comm, dtype=dtype)", "_same"),
     Mutant(ops.reduce, ", _same)", ", partial(_all_reduce, comm=comm, dtype=dtype))"),

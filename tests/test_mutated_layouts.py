@@ -17,7 +17,7 @@ import tpcore
 from tpcore import Mesh
 from tpcore.comm import mappings as ops
 from tpcore.layout.layout import AxisCut, Layout, _boxes, _local_shape, _once, _shares, _steps, _within
-from tpcore.layout.shard import Block, ShardSpec
+from tpcore.layout.shard import Block, ShardSpec, _gathered_index, _source_index
 from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
 from tpcore.train import clip
@@ -114,8 +114,8 @@ MUTANTS = [
     Mutant(ShardSpec.shard, "piece.local, piece.length", "piece.full, piece.length"),
     Mutant(ShardSpec.shard, "new_zeros", "new_ones"),
     Mutant(AxisCut.rank, "rank * mesh.axes.get(axis, 1) + at", "at"),
-    Mutant(ShardSpec.gathered_index, "rank * width", "width"),
-    Mutant(ShardSpec.source_index, "p.full + p.length)", "p.full + p.length)[::-1]"),
+    Mutant(_gathered_index, "rank * width", "width"),
+    Mutant(_source_index, "p.full + p.length)", "p.full + p.length)[::-1]"),
     Mutant(_within, "run.full + lo - run.local", "run.full"),
     Mutant(_within, "run.copies * copies", "copies + run.copies"),
     Mutant(_steps, "ShardSpec((extents[dim],), 0)", "ShardSpec((layout.shape[dim],), 0)"),

@@ -436,6 +436,11 @@ def test_moving_keeps_parameters_the_objects_that_they_are(ctx: ParallelContext)
     assert seen.weight.is_meta
     assert held() is not seen.weight
 
+    bare = nn.Module()
+    bare._parameters["weight"] = weight = torch.ones(2)  # type: ignore[assignment]
+    tpcore.layers.move_model_to_device(bare, "cpu")
+    assert bare._parameters["weight"] is weight
+
 
 @each_rank(dp=2, tp=1)
 def test_a_backward_after_the_mean_is_refused(ctx: ParallelContext) -> None:

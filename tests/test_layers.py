@@ -25,9 +25,11 @@ WIDTH, HEADS, HEAD = 8, 4, 2
 
 @each_rank(tp=4)
 def test_a_key_head_goes_to_consecutive_ranks(ctx: ParallelContext) -> None:
-    plain = nn.Linear(WIDTH, 2 * HEAD)
-    layer = tpcore.ParallelQKV.from_plain([nn.Linear(WIDTH, HEADS * HEAD), plain, plain], HEADS, 2)
-    assert torch.equal(layer.k_proj.weight, plain.weight.chunk(2)[ctx.rank // 2])
+    q, k, v = (nn.Linear(WIDTH, heads * HEAD) for heads in (HEADS, 2, 2))
+    layer = tpcore.ParallelQKV.from_plain([q, k, v], HEADS, 2)
+    assert torch.equal(layer.q_proj.weight, q.weight.chunk(HEADS)[ctx.rank])
+    for part, plain in ((layer.k_proj, k), (layer.v_proj, v)):
+        assert torch.equal(part.weight, plain.weight.chunk(2)[ctx.rank // 2])
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "fit"), [(6, 2, "1, 2, 6"), (12, 3, "1, 3, 6, 12"), (2, 1, "1, 2")])
@@ -151,6 +153,8 @@ PAIRS: dict[str, tuple[Callable[[], Any], Callable[..., Any]]] = {
 def test_from_plain_keeps_what_the_module_is(ctx: ParallelContext, name: str) -> None:
     make, from_plain = PAIRS[name]
     plain = make().to(torch.bfloat16).eval()
+    for p in plain.parameters():
+        nn.init.normal_(p)  # norms and Conv1D start with constants, whose parts are all alike
     plain.weight.requires_grad_(False)
     state = torch.get_rng_state()
     layer = from_plain(plain)

@@ -160,9 +160,10 @@ def test_memory_beyond_the_gradient_is_a_few_chunks(
     monkeypatch.setattr(loss, "CHUNK", 4 * 1024)
 
     def rank(ctx: ParallelContext) -> None:
-        logits, target = torch.ones(256, 1024, dtype=dtype, requires_grad=True), torch.zeros(256, dtype=torch.int64)
-        with Peak() as found:
+        with Peak() as found:  # with the logits: it would count those from outside at the first view of them
+            logits, target = torch.ones(256, 1024, dtype=dtype, requires_grad=True), torch.zeros(256, dtype=torch.int64)
             tpcore.parallel_cross_entropy(logits, target, smoothing, vocab_size=1023).sum().backward()
-        assert found.most <= logits.nbytes + 8 * 4 * loss.CHUNK  # in float32
+        # the logits, their gradient and chunks in float32: a float32 copy of bfloat16 logits would be 64 chunks more
+        assert found.most <= 2 * logits.nbytes + 8 * 4 * loss.CHUNK
 
     run_ranks(Mesh({"tp": 1}), rank)

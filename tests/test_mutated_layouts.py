@@ -17,7 +17,7 @@ import tpcore
 from tpcore import Mesh
 from tpcore.comm import mappings as ops
 from tpcore.layout.layout import AxisCut, Layout, _boxes, _local_shape, _once, _shares, _steps, _within
-from tpcore.layout.shard import Block, ShardSpec
+from tpcore.layout.shard import Block, ShardSpec, _gathered_index, _source_index
 from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
 from tpcore.train import clip
@@ -51,6 +51,7 @@ def layouts() -> None:
     assert LAYOUTS[2].local_shape(MESHES[0]) == (3, 2)
     for layout, mesh in itertools.product(LAYOUTS, MESHES):
         test_layout.check_boxes(layout, mesh)
+        layout.shares(mesh)  # each has some: check_shares would take an error
         test_layout.check_shares(layout, mesh)
         for other in MESHES:
             test_layout.check_parts(layout, mesh, other)
@@ -112,8 +113,8 @@ MUTANTS = [
     Mutant(ShardSpec.shard, "piece.local, piece.length", "piece.full, piece.length"),
     Mutant(ShardSpec.shard, "new_zeros", "new_ones"),
     Mutant(AxisCut.rank, "rank * mesh.axes.get(axis, 1) + at", "at"),
-    Mutant(ShardSpec.gathered_index, "rank * width", "width"),
-    Mutant(ShardSpec.source_index, "p.full + p.length)", "p.full + p.length)[::-1]"),
+    Mutant(_gathered_index, "rank * width", "width"),
+    Mutant(_source_index, "p.full + p.length)", "p.full + p.length)[::-1]"),
     Mutant(_within, "run.full + lo - run.local", "run.full"),
     Mutant(_within, "run.copies * copies", "copies + run.copies"),
     Mutant(_steps, "ShardSpec((extents[dim],), 0)", "ShardSpec((layout.shape[dim],), 0)"),
@@ -121,6 +122,7 @@ MUTANTS = [
     Mutant(_boxes, "cut.rank(mesh, at)", "0"),
     Mutant(_local_shape, "shape[dim] = spec", "shape[0] = spec"),
     Mutant(_shares, "local += length", "local += 1"),
+    Mutant(_shares, "len(along[dim]) == 1", "len(along[dim]) == 0"),
     Mutant(_once, "(box.full, box.size)", "(box.size,)"),
     Mutant(ops.copy, "partial(_all_reduce, comm=comm, dtype=dtype)", "_same"),
     Mutant(ops.reduce, ", _same)", ", partial(_all_reduce, comm=comm, dtype=dtype))"),

@@ -10,6 +10,7 @@ import torch
 import transformers
 from hf import GPT2, NO_DROPOUT, TINY
 from torch import Tensor, nn
+from worlds import each_rank
 
 import tpcore
 from tpcore import Mesh
@@ -83,6 +84,14 @@ def test_the_loss_of_all_tokens_where_microbatches_have_different_numbers() -> N
         torch.testing.assert_close(pipe.run_train(**pipe_batch), want.detach(), **LOSS)
 
     run_ranks(Mesh({"pp": 2, "dp": 1, "tp": 1}), rank)
+
+
+@each_rank(pp=2, dp=1, tp=1)
+def test_a_cache_is_refused_with_the_remedy(ctx: ParallelContext) -> None:
+    model = made("llama")
+    tpcore.PipelineModel(model, 2)
+    with pytest.raises(ValueError, match=r"past_key_values, a DynamicCache: .*use_cache=False"):
+        model(**batch(), use_cache=True)
 
 
 def test_layers_of_two_kinds_are_refused() -> None:

@@ -14,8 +14,8 @@ from worlds import each_rank
 
 from tpcore.backend.interface import Capabilities
 from tpcore.comm.comm import Comm
-from tpcore.comm.transport import Op, Transport
-from tpcore.comm.wrapper import Checked
+from tpcore.comm.transport import TABLE, Op, Transport
+from tpcore.comm.wrapper import Checked, TransportWrapper
 from tpcore.errors import CollectiveMismatchError
 from tpcore.layout.mesh import Group, Mesh
 from tpcore.runtime.context import ParallelContext
@@ -110,6 +110,12 @@ def test_calls_after_the_first_ones_are_compared_together(monkeypatch: pytest.Mo
     with pytest.raises(CollectiveMismatchError, match=r"rank 1: #7 all_gather dim 0 of float32 \[2, 3\] at"):
         run_ranks(Mesh({"tp": 2}), rank, backend=TrustingBackend)
     assert done == [2 + Checked.RUN - 1] * 2
+
+
+def test_an_error_of_a_wrapped_call_names_the_primitive() -> None:
+    for primitive in TABLE:
+        with pytest.raises(TypeError, match=rf"^{primitive.name}\(\) missing"):
+            getattr(TransportWrapper, primitive.name)()
 
 
 def test_calls_are_not_compared_where_that_is_off(monkeypatch: pytest.MonkeyPatch) -> None:

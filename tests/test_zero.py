@@ -280,6 +280,21 @@ def test_a_scaler_that_would_decide_alone_is_refused(ctx: ParallelContext) -> No
         scaler.step(optimizer)
 
 
+class Unscaled(Zero1):
+    @property
+    def scaled(self) -> Any:
+        raise AssertionError("reads all parameters: 1 to 2 ms for 500")
+
+
+@each_rank(dp=2, tp=1)
+def test_a_step_without_a_scaler_makes_nothing_for_one(ctx: ParallelContext) -> None:
+    layer = nn.Linear(4, 4)
+    optimizer = Unscaled(torch.optim.SGD, layer.named_parameters(), lr=1.0)
+    for scaler in (None, torch.amp.GradScaler("cpu", enabled=False)):
+        layer(torch.ones(1, 4)).sum().backward()
+        tpcore.optimizer_step(optimizer, scaler=scaler)
+
+
 # -- scripts -----------------------------------------------------------------------------------------------
 def test_an_optimizer_made_before_the_model_is_cut() -> None:
     """Whatever gives the parameters other contents, they stay the objects that they are."""
@@ -420,6 +435,11 @@ def test_moving_keeps_parameters_the_objects_that_they_are(ctx: ParallelContext)
     tpcore.layers.move_model_to_device(seen, "meta")
     assert seen.weight.is_meta
     assert held() is not seen.weight
+
+    bare = nn.Module()
+    bare._parameters["weight"] = weight = torch.ones(2)  # type: ignore[assignment]
+    tpcore.layers.move_model_to_device(bare, "cpu")
+    assert bare._parameters["weight"] is weight
 
 
 @each_rank(dp=2, tp=1)

@@ -18,6 +18,7 @@ def _relayed(primitive: Primitive) -> Any:
     def method(self: TransportWrapper, x: Tensor, *arguments: Any) -> Tensor:
         return self.relay(primitive, x, *arguments)
 
+    method.__name__ = method.__qualname__ = primitive.name
     return method
 
 

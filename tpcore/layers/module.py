@@ -206,7 +206,7 @@ def move_model_to_device(model: nn.Module, device: torch.device | str) -> nn.Mod
     kept: dict[nn.Parameter, nn.Parameter] = {}
     for module, name, p, attributes in owned:
         if p not in kept:
-            made = module.get_parameter(name)
+            made: Any = module._parameters[name]  # get_parameter takes no plain tensor, which libraries put there
             if made is not p and not weakref.getweakrefcount(p):
                 torch.utils.swap_tensors(p, made)
                 made = p

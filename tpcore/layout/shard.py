@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 _MOST_BLOCKS = 4096  # limit for specs read from files: the work grows with the square of the number
@@ -120,20 +122,11 @@ class ShardSpec:
 
     def source_index(self, n: int) -> Tensor:
         """int64 ``[n, local]``: the full index of each local position; -1 marks padding."""
-        table = np.full((n, self._width(n)), -1, dtype=np.int64)
-        for rank in range(n):
-            for p in self.pieces(rank, n):
-                table[rank, p.local : p.local + p.length] = np.arange(p.full, p.full + p.length)
-        return torch.from_numpy(table)
+        return torch.from_numpy(_source_index(self, n))
 
     def gathered_index(self, n: int) -> Tensor:
         """int64 ``[full]``: the position of each full index in the concatenation of the n shards."""
-        table, width = self.source_index(n).numpy(), self._width(n)
-        out = np.empty(0 if self.dim is None else self.shape[self.dim], dtype=np.int64)
-        for rank in reversed(range(n)):  # replicated blocks have an index several times; the first rank's stays
-            filled = table[rank] >= 0
-            out[table[rank][filled]] = rank * width + np.arange(width)[filled]
-        return torch.from_numpy(out)
+        return torch.from_numpy(_gathered_index(self, n))
 
     def contiguous(self, n: int) -> bool:
         """Whether the concatenation of the n shards equals the full tensor."""
@@ -184,3 +177,24 @@ class ShardSpec:
             return f"{size} replicated"
         blocks = "" if len(self.blocks) == 1 else f" in {len(self.blocks)} blocks"
         return f"{size} cut on dim {self.dim}{blocks}"
+
+
+# The layers of a model have few cuts, and share their tables. These are arrays: a tensor made under inference_mode or
+# while tracing cannot be used outside of it.
+@lru_cache(256)
+def _source_index(spec: ShardSpec, n: int) -> NDArray[np.int64]:
+    table = np.full((n, spec._width(n)), -1, dtype=np.int64)
+    for rank in range(n):
+        for p in spec.pieces(rank, n):
+            table[rank, p.local : p.local + p.length] = np.arange(p.full, p.full + p.length)
+    return table
+
+
+@lru_cache(256)
+def _gathered_index(spec: ShardSpec, n: int) -> NDArray[np.int64]:
+    table, width = _source_index(spec, n), spec._width(n)
+    out = np.empty(0 if spec.dim is None else spec.shape[spec.dim], dtype=np.int64)
+    for rank in reversed(range(n)):  # replicated blocks have an index several times; the first rank's stays
+        filled = table[rank] >= 0
+        out[table[rank][filled]] = rank * width + np.arange(width)[filled]
+    return out

@@ -23,7 +23,7 @@ T = TypeVar("T")
 def buckets(items: Iterable[T], kind: Callable[[T], Hashable], nbytes: Callable[[T], int], most: int) -> list[list[T]]:
     """Lists of items of one kind, in order, of up to ``most`` bytes each; a larger item is alone. The lists are in the
     order of their last items."""
-    found: dict[int, list[T]] = {}
+    found: dict[int, list[T]] = {}  # by ids, which stay theirs: it keeps the lists alive
     filling: dict[Hashable, tuple[list[T], int]] = {}
     for item in items:
         bucket, size = filling.get(kind(item), ([], 0))

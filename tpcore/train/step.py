@@ -136,7 +136,7 @@ def optimizer_step(
     scaling = scaler if scaler is not None and scaler.is_enabled() else None
     stepping = stepping_of(optimizer)
     stepping.reduce_gradients()
-    scaled = stepping.scaled
+    scaled: Any = None if scaling is None else stepping.scaled  # one object: the scaler knows it by its id
     finite = scaling is None or _unscale(stepping.gradients(), scaled, scaling)
     norm = stepping.norm() if max_norm is not None or skip_nonfinite else None
     if norm is not None and skip_nonfinite:

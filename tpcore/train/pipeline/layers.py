@@ -69,7 +69,7 @@ class PipelinedLayers(nn.Module):
         self.stage = StageLayers(self._modules, ctx.coord("pp"))
         self._instead: Instead | None = None
         self._compared: set[str] = set()
-        self.register_load_state_dict_post_hook(PipelinedLayers.mark_places)
+        self.register_load_state_dict_post_hook(PipelinedLayers._loaded)
         self.mark_places()
 
     def __iter__(self) -> Iterator[nn.Module]:
@@ -211,7 +211,7 @@ class PipelinedLayers(nn.Module):
     def _slot(self, number: int) -> Slot:
         return Slot("pp", number, self.num_layers)
 
-    def mark_places(self, _: object = None) -> None:
+    def mark_places(self) -> None:
         """Mark parameters and buffers with their stage. Call it again after they are replaced."""
         if self.pp.size == 1:
             return
@@ -221,6 +221,9 @@ class PipelinedLayers(nn.Module):
                     module.place(self._slot(int(number)))
             for t in (*layer.parameters(), *layer.buffers()):
                 self._stamp(t, number)
+
+    def _loaded(self, _: object) -> None:
+        self.mark_places()
 
     def _stamp(self, t: Tensor, number: str) -> None:
         """Mark a tensor of no parallel layer as whole and on this stage only."""

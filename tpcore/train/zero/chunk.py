@@ -260,8 +260,8 @@ class Reduction:
         return stepped
 
     def _begin(self, some: Segments) -> Pending:
-        rows = torch.cat([s.chunk.rows(self._gradient(s.chunk.parameter)).narrow(1, *s[1:]) for s in some], 1)
-        return some[0].chunk.dp.start_reduce_scatter(rows.div_(self._dp.size), 0, donate=True)
+        rows = [s.chunk.rows(self._gradient(s.chunk.parameter)).narrow(1, s.start, s.length) for s in some]
+        return some[0].chunk.dp.start_reduce_scatter(torch.cat(rows, 1).div_(self._dp.size), 0, donate=True)
 
     def _put(self, some: Segments, rows: Tensor) -> None:
         for segment, part in zip(some, rows.view(-1).split([s.length for s in some]), strict=True):

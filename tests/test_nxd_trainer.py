@@ -313,6 +313,20 @@ def test_bfloat16_keeps_masters_and_sums_in_float32(ctx: ParallelContext) -> Non
     assert master[:3].lt(1).all()
 
 
+@pytest.mark.parametrize("how", [list, iter, partial(filter, torch.is_tensor), nn.ParameterList])
+@each_rank(dp=2, tp=1)
+def test_groups_of_half_precision_are_found_in_whatever_holds_them(ctx: ParallelContext, how: Any) -> None:
+    plain, half = (nn.Parameter(torch.ones(4, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16))
+    optimizer = NeuronZero1Optimizer(
+        [{"params": [plain]}, {"params": how([half]), "lr": 0.5}], torch.optim.SGD, lr=0.1, use_grad_acc_hook=True
+    )
+    assert [p for group in optimizer.param_groups for p in group["params"]] == [plain, half]
+    for gradient in (256, 1):
+        (half * gradient).sum().backward()
+    optimizer.reduce_gradients()
+    assert [t.unique().tolist() for t in optimizer.gradients()] == [[257]]  # which bfloat16 has not
+
+
 # -- pipelines ----------------------------------------------------------------------------------------------
 @each_rank(pp=2, dp=1, tp=1)
 def test_what_a_pipeline_cannot_have(ctx: ParallelContext) -> None:

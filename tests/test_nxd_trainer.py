@@ -173,6 +173,17 @@ def test_a_script_has_the_losses_of_one_process_saved_and_resumed(
     assert back == pytest.approx(second, rel=2e-4)
 
 
+def assert_names_are_the_models(wrapper: Any) -> None:
+    model = wrapper.original_module()
+    model.register_parameter("own", nn.Parameter(torch.ones(2)))
+    model.register_buffer("mask", torch.ones(2))
+    assert [*wrapper.named_modules()] == [*model.named_modules()]
+    assert wrapper.state_dict().keys() == model.state_dict().keys()
+    for recurse in (True, False):
+        for of in ("named_parameters", "named_buffers"):
+            assert [*getattr(wrapper, of)(recurse=recurse)] == [*getattr(model, of)(recurse=recurse)] != []
+
+
 # -- the configuration --------------------------------------------------------------------------------------
 @each_rank(dp=1, tp=2)
 def test_what_a_configuration_cannot_have(ctx: ParallelContext) -> None:
@@ -203,9 +214,7 @@ def test_modules_are_filled_by_param_init_fn(ctx: ParallelContext) -> None:
     model = nxd.initialize_parallel_model(config, Llama)
     assert isinstance(model, NxDModel)
     assert model.layers[1].norm.weight.eq(2).all()
-    assert [*model.named_parameters()] == [*model.original_module().named_parameters()]
-    assert [*model.named_modules()] == [*model.original_module().named_modules()]
-    assert model.state_dict().keys() == model.original_module().state_dict().keys()
+    assert_names_are_the_models(model)
     config["model_init_config"]["param_init_fn"] = None
     with pytest.raises(ValueError, match="needs a param_init_fn"):
         nxd.initialize_parallel_model(config, Llama)
@@ -357,6 +366,7 @@ def test_what_a_pipeline_cannot_have(ctx: ParallelContext) -> None:
     mine = {name for name, _ in model.local_named_parameters()}
     assert f"layers.{ctx.coord('pp')}.norm.weight" in mine
     assert mine == set(model.local_state_dict())
+    assert_names_are_the_models(model)
 
 
 def test_a_pipeline_without_a_trainer_takes_the_mean_over_dp() -> None:

@@ -289,19 +289,27 @@ def test_what_is_shown_is_found_in_what_was_printed(shown: str, printed: str, mi
     assert shown_in(shown, printed, mixed=mixed) is found
 
 
+DEFAULT = r"`(\w+)` \(default\)|default `(\w+)`\)"
+
+
 def test_environment_page_has_every_variable() -> None:
-    """Each ``Variable`` of ``tpcore.settings`` and of the backends once, and no other."""
+    """Each ``Variable`` of ``tpcore.settings`` and of the backends once, and no other; a default is the code's."""
     from tpcore.settings import Variable  # here: a page's process is spared it
 
     modules = ("tpcore.settings", "tpcore_cpu_gloo.backend", "tpcore_cuda", "tpcore_cuda.backend")
-    named = {
-        v.name
+    variables = {
+        v.name: v
         for module in (*modules, "tpcore_neuron.settings")
         for v in vars(importlib.import_module(module)).values()
         if isinstance(v, Variable)
     }
     page = (ROOT / "docs/environment.md").read_text()
-    assert sorted(re.findall(r"^- `(\w+)` \(.+\): \S", page, re.MULTILINE)) == sorted(named)
+    values = re.findall(r"^- `(\w+)` (\(.+\)): \S", page, re.MULTILINE)
+    assert sorted(name for name, _ in values) == sorted(variables)
+    defaults = {name: said[1] or said[2] for name, text in values if (said := re.search(DEFAULT, text))}
+    some = {name for name, text in values if "default" in text} - defaults.keys()
+    assert some == {"OMP_NUM_THREADS", "THP_MEM_ALLOC_ENABLE"}, "of some processes alone"
+    assert [name for name, text in defaults.items() if variables[name].parse(text) != variables[name].default] == []
 
 
 def test_the_page_on_backends_names_all_that_a_plugin_may_write() -> None:

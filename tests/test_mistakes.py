@@ -109,11 +109,7 @@ def _softmax(logits: Tensor, target: Tensor) -> Tensor:
 CUT = "cross_entropy sees only 6 of 12 features.* use tpcore.parallel"
 NORM = r"rms_norm with a parameter of shape \(8,\) sees 2 of 4 tokens.*tpcore.RMSNorm"
 MISTAKES: dict[str, tuple[str, Callable[[], object], str]] = {
-    "F.cross_entropy": (
-        "loss",
-        lambda: F.cross_entropy,
-        "cross_entropy sees only 6 of 12 features.* use tpcore.parall",
-    ),
+    "F.cross_entropy": ("loss", lambda: F.cross_entropy, CUT),
     "softmax": ("loss", lambda: _softmax, "softmax sees only 6 of 12 features.*gather them"),
     "nn.RMSNorm": ("norm", lambda: nn.RMSNorm(8), NORM),
 }

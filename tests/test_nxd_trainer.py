@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import sys
+from argparse import Namespace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rank_pool import RankPool
 from torch import Tensor, nn
 from worlds import each_rank
 
@@ -173,6 +176,17 @@ def test_a_script_has_the_losses_of_one_process_saved_and_resumed(
     assert back == pytest.approx(second, rel=2e-4)
 
 
+def assert_names_are_the_models(wrapper: Any) -> None:
+    model = wrapper.original_module()
+    model.register_parameter("own", nn.Parameter(torch.ones(2)))
+    model.register_buffer("mask", torch.ones(2))
+    assert [*wrapper.named_modules()] == [*model.named_modules()]
+    assert wrapper.state_dict().keys() == model.state_dict().keys()
+    for recurse in (True, False):
+        for of in ("named_parameters", "named_buffers"):
+            assert [*getattr(wrapper, of)(recurse=recurse)] == [*getattr(model, of)(recurse=recurse)] != []
+
+
 # -- the configuration --------------------------------------------------------------------------------------
 @each_rank(dp=1, tp=2)
 def test_what_a_configuration_cannot_have(ctx: ParallelContext) -> None:
@@ -203,9 +217,7 @@ def test_modules_are_filled_by_param_init_fn(ctx: ParallelContext) -> None:
     model = nxd.initialize_parallel_model(config, Llama)
     assert isinstance(model, NxDModel)
     assert model.layers[1].norm.weight.eq(2).all()
-    assert [*model.named_parameters()] == [*model.original_module().named_parameters()]
-    assert [*model.named_modules()] == [*model.original_module().named_modules()]
-    assert model.state_dict().keys() == model.original_module().state_dict().keys()
+    assert_names_are_the_models(model)
     config["model_init_config"]["param_init_fn"] = None
     with pytest.raises(ValueError, match="needs a param_init_fn"):
         nxd.initialize_parallel_model(config, Llama)
@@ -313,6 +325,20 @@ def test_bfloat16_keeps_masters_and_sums_in_float32(ctx: ParallelContext) -> Non
     assert master[:3].lt(1).all()
 
 
+@pytest.mark.parametrize("how", [list, iter, partial(filter, torch.is_tensor), nn.ParameterList])
+@each_rank(dp=2, tp=1)
+def test_groups_of_half_precision_are_found_in_whatever_holds_them(ctx: ParallelContext, how: Any) -> None:
+    plain, half = (nn.Parameter(torch.ones(4, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16))
+    optimizer = NeuronZero1Optimizer(
+        [{"params": [plain]}, {"params": how([half]), "lr": 0.5}], torch.optim.SGD, lr=0.1, use_grad_acc_hook=True
+    )
+    assert [p for group in optimizer.param_groups for p in group["params"]] == [plain, half]
+    for gradient in (256, 1):
+        (half * gradient).sum().backward()
+    optimizer.reduce_gradients()
+    assert [t.unique().tolist() for t in optimizer.gradients()] == [[257]]  # which bfloat16 has not
+
+
 # -- pipelines ----------------------------------------------------------------------------------------------
 @each_rank(pp=2, dp=1, tp=1)
 def test_what_a_pipeline_cannot_have(ctx: ParallelContext) -> None:
@@ -343,6 +369,7 @@ def test_what_a_pipeline_cannot_have(ctx: ParallelContext) -> None:
     mine = {name for name, _ in model.local_named_parameters()}
     assert f"layers.{ctx.coord('pp')}.norm.weight" in mine
     assert mine == set(model.local_state_dict())
+    assert_names_are_the_models(model)
 
 
 def test_a_pipeline_without_a_trainer_takes_the_mean_over_dp() -> None:
@@ -516,3 +543,36 @@ def test_adamw_in_float32_is_torchs_where_it_can_be_compared() -> None:
             optimizer.step()
     torch.testing.assert_close(mine, theirs)  # float32
     assert other.state[half]["exp_avg"].dtype == torch.float32
+
+
+# -- a whole script that imports neuronx_distributed, over gloo in processes --------------------------------------
+SCRIPTS = str(Path(__file__).parent / "scripts")
+
+
+def bert(ctx: ParallelContext, scripts: str, folder: str, resume: bool) -> list[float]:
+    """The script's ``train`` on this rank, imported as it stands."""
+    sys.path.insert(0, scripts)
+    try:
+        from nxd_imports import installed  # type: ignore[import-not-found]
+
+        installed()
+        import nxd_bert  # type: ignore[import-not-found]
+    finally:
+        sys.path.remove(scripts)
+    flags = Namespace(output_dir=folder, steps=3, lr=0.01, resume=resume, tensor_parallel_size=0)
+    losses: list[float] = nxd_bert.train(flags)
+    return losses
+
+
+def test_a_bert_script_trains_saves_beside_its_logs_and_resumes(pool: RankPool, tmp_path: Path) -> None:
+    def alone(resume: bool) -> Any:
+        return run_ranks(mesh(), lambda ctx: bert(ctx, SCRIPTS, str(tmp_path / "alone"), resume))[0]
+
+    first, second = alone(False), alone(True)
+    assert first[0] > first[-1]
+    for name, on in (("tp", mesh(tp=2)), ("both", mesh(tp=2, dp=2))):
+        folder = str(tmp_path / name)
+        for resume, want in ((False, first), (True, second)):
+            for got in pool.run(on, bert, SCRIPTS, folder, resume):
+                assert got == pytest.approx(want, rel=2e-4)  # float32, sums in other orders
+        assert (tmp_path / name / "events.log").read_text().count("\n") == 2 * on.size

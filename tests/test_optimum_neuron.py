@@ -138,6 +138,11 @@ def _said(ctx: tpcore.ParallelContext, out: Path) -> None:
     assert args.trn_config == neuron.TrainingNeuronConfig(2, True), "fields by position, as published"
     assert args.mp_plugin == neuron.ModelParallelismPlugin(2, True, True), "fields by position, as published"
     assert args.trn_config.should_parallelize
+    for name in ("activation_checkpointing_enable", "gradient_checkpointing_enable"):  # the second before 5.23
+        cut, asked = tpcore.ColumnParallelLinear(4, 8), list[str]()
+        setattr(cut, name, partial(asked.append, name))
+        neuron.ModelParallelismPlugin(2, gradient_checkpointing=True).parallelize_model(cut)
+        assert asked == [name]
     assert not args.zero1_options
     both = {"master_dtype": torch.float32, "grad_dtype": torch.float32}
     wide = partial(make, tensor_parallel_size=2, zero_1=True)

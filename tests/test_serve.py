@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -131,16 +131,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[Server]:
-    # as users run it: what a checked run notes of each input is compared in training alone, and is 35 MiB of a rank
-    served = Server(folder, "--max-requests", "8", TPCORE_CHECK="warmup")
+@contextmanager
+def serving(folder: Path, *options: str, **environment: str) -> Iterator[Server]:
+    """A server that ends well."""
+    served = Server(folder, *options, **environment)
     try:
         yield served
         assert served.end() == 0, served.log
         assert not [line for line in served.log if "Traceback" in line or "a request failed" in line], served.log
     finally:
         served.close()
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Server]:
+    # as users run it: what a checked run notes of each input is compared in training alone, and is 35 MiB of a rank
+    with serving(folder, "--max-requests", "24", TPCORE_CHECK="warmup") as served:  # 20 leave at once
+        yield served
 
 
 @pytest.fixture(scope="module")
@@ -211,11 +218,11 @@ class TestServer:
         assert "\n" not in body["message"]
 
     def test_too_many_are_told_to_come_again(self, server: Server) -> None:
-        with ThreadPoolExecutor(24) as threads:
-            asked = [threads.submit(server.text, tokens=LONG) for _ in range(24)]
+        with ThreadPoolExecutor(40) as threads:
+            asked = [threads.submit(server.text, tokens=LONG) for _ in range(40)]
         told = [str(error) for each in asked if (error := each.exception()) is not None]
         assert told
-        assert all("8 requests are open, and no more are taken" in text for text in told)
+        assert all("24 requests are open, and no more are taken" in text for text in told)
 
     def kill_again(self, server: Server) -> None:
         """The second rank, while it starts."""
@@ -467,6 +474,14 @@ class TestFaults:
             clients.wait_for(2 * CLIENTS)
         assert starts(server) - before == kills
         told(f"{kills} kills: {clients.right} answers, all right; {clients.failed} requests failed")
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_each_collective_may_be_compared(folder: Path, answers: dict[str, str]) -> None:
+    with serving(folder, TPCORE_CHECK="1") as server, ThreadPoolExecutor(len(answers)) as threads:
+        asked = {prompt: threads.submit(server.text, prompt, len(prompt.split())) for prompt in answers}
+        assert {prompt: each.result() for prompt, each in asked.items()} == answers
 
 
 def run(*arguments: object) -> str:

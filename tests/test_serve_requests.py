@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import types
 from typing import Any
@@ -19,7 +20,7 @@ from transformers.generation.continuous_batching.requests import (
 )
 
 from tpcore.integrations.serving.batches import Sampling, Stream, choose
-from tpcore.integrations.serving.server import malformed
+from tpcore.integrations.serving.server import _error, malformed
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
 
@@ -39,7 +40,7 @@ CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
         ({**CHAT, "stop": [""]}, r"stop=\[''\] is not a string or a list of strings"),
         ({**CHAT, "stop": list("abcde")}, "stop=.* is not a string or a list of strings, at most 4"),
         ({**CHAT, "tools": ["x"]}, r"tools=\['x'\] is not a list of objects"),
-        ({**CHAT, "chat_template_kwargs": {"chat_template": "x"}}, "chat_template': .*which the server says itself"),
+        ({**CHAT, "chat_template_kwargs": {"chat_template": "x"}}, "has chat_template, which the server says itself"),
         ({"messages": [{"role": "user", "content": 0}]}, r"content of messages\[0\] must be text"),
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, r"tool_calls of messages\[0\] must be objects"),
         ({**CHAT, "chat_template_kwargs": 1}, "chat_template_kwargs=1 is not an object"),
@@ -57,6 +58,24 @@ def test_malformed(body: Any, message: str) -> None:
     said = malformed(body, "messages" if "prompt" not in body else "prompt")
     assert said is not None
     assert re.search(message, said)
+
+
+LONG = "x" * 2000
+
+
+@pytest.mark.parametrize(
+    ("option", "reason"),
+    [
+        ({"chat_template_kwargs": {"chat_template": LONG}}, "has chat_template, which the server says itself"),
+        ({"tools": [LONG]}, " ... is not a list of objects"),
+        ({"stop": [LONG] * 5}, " ... is not a string or a list of strings, at most 4"),
+        ({"response_format": {"type": LONG}}, " ... is not supported: leave it out"),
+    ],
+)
+def test_the_reason_is_told_after_a_long_value(option: dict[str, Any], reason: str) -> None:
+    said = malformed(CHAT | option, "messages")
+    assert said is not None
+    assert json.loads(bytes(_error(400, said).body))["error"]["message"].endswith(reason)
 
 
 def test_what_is_well_formed_passes() -> None:

@@ -207,6 +207,24 @@ def test_ends_with_the_best_model(pool: RankPool, tmp_path: Path, only: bool) ->
     assert again == pytest.approx(best, rel=1e-5)
 
 
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def _failed_save(ctx: tpcore.ParallelContext, where: Path) -> None:
+    layer = tpcore.ColumnParallelLinear(4, 8)
+    trainer = Trainer(layer, arguments(where))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transformers.Trainer, "save_model", lambda *_: _raise(OSError("full")))
+        with pytest.raises(OSError, match="full"):
+            trainer.save_model()
+    assert trainer._whole is None
+
+
+def test_a_save_that_fails_keeps_no_copy_of_the_model(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(TP, _failed_save, tmp_path)
+
+
 def _refused(ctx: tpcore.ParallelContext, where: Path) -> None:
     import accelerate
 

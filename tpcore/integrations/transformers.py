@@ -126,9 +126,11 @@ class Trainer(transformers.Trainer):
         """Save the model; called on all ranks."""
         where = str(self.args.output_dir if output_dir is None else output_dir)
         self._whole = whole_state(self.model)
-        with saved(self.model, lambda: self.save_weights(where)):
-            super().save_model(output_dir, _internal_call)
-        self._whole = None
+        try:
+            with saved(self.model, lambda: self.save_weights(where)):
+                super().save_model(output_dir, _internal_call)
+        finally:
+            self._whole = None
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         super()._save(output_dir, self._whole if state_dict is None else state_dict)

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree
 
 from .. import checkpoint
 from ..layout.mesh import DATA
 from ..runtime.context import current
 from ..train.clip import check_max_norm, scale_to
+from ..train.parameters import named_of
 from ..train.zero import Zero1
 from . import mirror
 from .utils import loss_of_closure
@@ -56,7 +56,9 @@ class NeuronZero1Optimizer(Zero1):
             check_max_norm(self._max_norm)
         self._used: dict[Tensor, tuple[Tensor, int]] = {}
         given = list(params)
-        half = any(isinstance(p, Tensor) and p.dtype.itemsize < 4 for p in _pytree.tree_leaves(given))
+        groups = given if given and isinstance(given[0], dict) else [{"params": given}]
+        found = (p for group in groups for p in named_of(group)[0])  # which makes lists of generators
+        half = any(isinstance(p, Tensor) and p.dtype.itemsize < 4 for p in found)
         super().__init__(
             optimizer_class,
             given,

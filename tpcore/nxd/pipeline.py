@@ -47,8 +47,13 @@ class Wrapper(nn.Module):
     def original_module(self) -> nn.Module:
         return self._original[0]
 
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.original_module().named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        return self.original_module().named_buffers(*args, **kwargs)
+
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        # parameters() and buffers() and their names are of these
         found: Iterator[tuple[str, nn.Module]] = self.original_module().named_modules(*args, **kwargs)
         return found
 

@@ -93,9 +93,9 @@ class _Parallelism:
                 num_microbatches=self.pipeline_parallel_num_microbatches if stages else None,
                 lazy_from=self.checkpoint_dir,
             )
-        if self.gradient_checkpointing:
+        if self.gradient_checkpointing:  # which transformers has given another name in 5.23
             made: Any = model
-            made.activation_checkpointing_enable()
+            (getattr(made, "activation_checkpointing_enable", None) or made.gradient_checkpointing_enable)()
         return model if device is None else model.to(device)
 
 

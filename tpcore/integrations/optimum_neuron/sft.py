@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..trl import SFTConfig, SFTTrainer
-from . import NeuronTrainer, NeuronTrainingArguments
+from .trainers import NeuronTrainer, NeuronTrainingArguments
 
 __all__ = ["NeuronSFTConfig", "NeuronSFTTrainer"]
 

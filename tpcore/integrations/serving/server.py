@@ -27,6 +27,7 @@ from .batches import Batches
 _BYTES = 2**23  # of a body
 _WAIT = 30  # seconds for a body to come
 _LONGEST = 500  # characters of an error
+_VALUE = 200  # of which a wrong value may be so many, for the reason stands after it
 _CLOSED = 499  # nginx's status for a client that left
 _POLL = 0.25  # seconds between looks whether a client is there
 
@@ -217,10 +218,7 @@ _RULES: dict[str, Rule] = {
     "stream": (lambda value: isinstance(value, bool), "true or false"),
     "stop": (_is_stop, f"a string or a list of strings, at most {_STOPS}"),
     "tools": (lambda value: isinstance(value, list) and all(isinstance(t, dict) for t in value), "a list of objects"),
-    "chat_template_kwargs": (
-        lambda value: isinstance(value, dict) and not value.keys() & _OF_THE_CALL,
-        "an object without arguments of apply_chat_template, which the server says itself",
-    ),
+    "chat_template_kwargs": (lambda value: isinstance(value, dict), "an object"),
 }
 _NO_EFFECT = ("user", "metadata", "store", "service_tier", "stream_options", "parallel_tool_calls")
 _ONLY: dict[str, tuple[Any, ...]] = {
@@ -247,16 +245,24 @@ def malformed(body: Any, content: str) -> str | None:
         return f"there is no option {', '.join(unknown)}"
     for name, values in _ONLY.items():
         if name in body and body[name] not in values:
-            return f"{name}={body[name]!r} is not supported: leave it out"
+            return f"{name}={_short(body[name])} is not supported: leave it out"
     for name, (fits, what) in _RULES.items():
         if name in body and not fits(body[name]):
-            return f"{name}={body[name]!r} is not {what}"
+            return f"{name}={_short(body[name])} is not {what}"
+    if taken := sorted(body.get("chat_template_kwargs", {}).keys() & _OF_THE_CALL):
+        return f"chat_template_kwargs has {', '.join(taken)}, which the server says itself"
     if body.get("top_p") == 0:
         return "top_p=0 leaves no token: temperature=0 takes the most likely one"
     if content == "messages":
         return _messages(body.get("messages"))
     prompt = body.get("prompt")
-    return None if isinstance(prompt, str) and prompt else f"prompt={prompt!r} is not a string that says something"
+    text = isinstance(prompt, str) and prompt
+    return None if text else f"prompt={_short(prompt)} is not a string that says something"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _VALUE else f"{text[:_VALUE]} ..."
 
 
 def _messages(messages: Any) -> str | None:

@@ -96,7 +96,7 @@ class Zero1(torch.optim.Optimizer):
         if self._base is None:
             check_parameters(self._parameters, names_of(self.param_groups))
             self._chunks = {}
-            self._base = self._class([self._add(self.param_groups[0])], **self._options)
+            self._base = self._class([self._add(group) for group in self.param_groups], **self._options)
         for group in self.param_groups[len(self._base.param_groups) :]:
             self._base.add_param_group(self._add(group))
         for chunk in self._new:

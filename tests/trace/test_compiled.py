@@ -7,6 +7,7 @@ import math
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,17 +15,14 @@ import torch.nn.functional as F
 from rank_pool import RankPool
 from torch import Tensor
 from tpcore_cpu_gloo import compiled
-from tpcore_cpu_gloo.programs import GRAPH
+from tpcore_cpu_gloo.programs import GRAPH, load
 
-from tpcore import Mesh, PeerLostError
+from tpcore import BackendError, Mesh, PeerLostError
 from tpcore.backend.interface import DynamicDim
 from tpcore.layers.embedding import check_ids
 from tpcore.runtime.context import ParallelContext
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed: inductor compiles with it"),
-]
+TP2 = Mesh({"pp": 1, "dp": 1, "tp": 2})
 
 
 def _numbers_and_errors(ctx: ParallelContext, folder: Path, worth: float) -> None:
@@ -71,6 +69,58 @@ def _lost(*_: object) -> Tensor:
     raise PeerLostError("rank 1 went")
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed: inductor compiles with it")
 @pytest.mark.parametrize("worth", [math.inf, 0.0], ids=["kept", "no gain"])
 def test_numbers_and_errors_are_those_of_the_graph(pool: RankPool, tmp_path: Path, worth: float) -> None:
-    pool.run(Mesh({"pp": 1, "dp": 1, "tp": 2}), _numbers_and_errors, tmp_path, worth)
+    pool.run(TP2, _numbers_and_errors, tmp_path, worth)
+
+
+def _not_compiled(ctx: ParallelContext, folder: Path, fault: str) -> list[str]:
+    """What is said, where the compiler fails, its code does not load, or finds other numbers on one rank."""
+
+    def compile_(*_: Any, package_path: str, **__: Any) -> None:
+        Path(package_path).write_bytes(b"code")
+        if fault == "no compiler":
+            raise RuntimeError("No working C++ compiler")
+
+    def load(path: str) -> Any:
+        if fault == "no code":
+            raise OSError(f"{path} is no package")
+        wrong = float(fault == "other numbers" and ctx.rank == 1)
+        return lambda weights, positions, inputs: [inputs[0] * weights[0] + wrong]
+
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TPCORE_INDUCTOR", "1")
+        patch.setattr(torch._inductor, "aoti_compile_and_package", compile_)
+        patch.setattr(torch._inductor, "aoti_load_package", load)
+        patch.setattr(compiled, "WORTH", math.inf)
+        patch.setattr(compiled, "inform", said.append)
+        weights = {"w": torch.full((3,), 2.0)}
+        ctx.backend.trace(lambda w, x: [x[0] * w["w"]], weights, [torch.ones(3)], [{}], folder)
+    ctx.world.all_reduce(torch.ones(1))
+    assert sorted(path.name for path in folder.iterdir()) == ["constants.safetensors", GRAPH]
+    assert ctx.backend.load_program(folder, weights)([torch.ones(3)])[0].tolist() == [2.0] * 3
+    return said
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("no compiler", "RuntimeError: No working C++ compiler"),
+        ("no code", "is no package"),
+        ("other numbers", "AssertionError: Tensor-likes are not close"),
+    ],
+)
+def test_the_graph_is_used_where_the_code_is_not_right(pool: RankPool, tmp_path: Path, fault: str, words: str) -> None:
+    for (said,) in pool.run(TP2, _not_compiled, tmp_path, fault):
+        assert said.startswith("trace: not compiled by inductor, the graph is used: ")
+        assert words in said
+
+
+def test_code_that_does_not_load_is_named(tmp_path: Path) -> None:
+    (tmp_path / GRAPH).write_text(json.dumps({"weights": [], "groups": [], "compiled": compiled.host()}))
+    (tmp_path / compiled.CODE).write_bytes(b"damaged")
+    with pytest.raises(BackendError, match=r"compiled\.pt2 does not load here, trace the model again on this machine"):
+        load(tmp_path, {}, lambda _: None)  # type: ignore[arg-type,return-value]

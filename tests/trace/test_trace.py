@@ -97,6 +97,27 @@ def test_state_is_kept_from_call_to_call(pool: RankPool, tmp_path: Path, in_plac
         assert all(len(out) == 1 for out in rank)
 
 
+class Before(nn.Module):
+    """Returns what it remembered, and remembers what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("last", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.last, x + 0
+
+
+def test_an_output_that_is_a_state_has_its_value_before_the_call(pool: RankPool, tmp_path: Path) -> None:
+    def remembering() -> tuple[nn.Module, dict[Tensor, int]]:
+        model = Before()
+        return model, {model.last: 1}
+
+    model = traced_in(pool, tmp_path, remembering, torch.ones(4), 2)
+    for rank in run_ranks_of(pool, model, [(torch.full((4,), float(n)),) for n in (1, 2, 3)]):
+        assert [float(out[0][0]) for out in rank] == [0.0, 1.0, 2.0]
+
+
 class Output(OrderedDict[str, Any]):
     """As transformers has it: to_tuple, attributes, entries that may be missing."""
 

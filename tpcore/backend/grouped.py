@@ -18,4 +18,5 @@ def one_by_one(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 OPERATOR = f"{NAMESPACE}::grouped_matmul"
 """``one_by_one`` in a graph, without gradients: the graph has the shapes, the operator reads the values."""
 grouped_matmul = torch.library.custom_op(OPERATOR, one_by_one, mutates_args=())
-grouped_matmul.register_fake(lambda x, weights, ends: x.new_empty(len(x), weights.shape[-1]))
+# by shape[0]: a len() would make a number of a dynamic dim
+grouped_matmul.register_fake(lambda x, weights, ends: x.new_empty(x.shape[0], weights.shape[-1]))

@@ -200,7 +200,7 @@ def grouped(
     except _NotTaken:
         return None
     share = top_k_weights.flatten()[order].unsqueeze(1)
-    return put((out * share).to(hidden_states.dtype), rows, len(hidden_states))
+    return put((out * share).to(hidden_states.dtype), rows, hidden_states.shape[0])
 
 
 class _NotTaken(Exception):

@@ -151,7 +151,7 @@ class ShardedExperts(ParallelModule):
             made = grouped(self.inner, backend.grouped_matmul, *inputs.values())
             if made is not None:
                 return made
-        if self._known and exporting() and self.tp.eager:
+        if self._known and exporting() and self.tp.eager and self.tp.reads_are_cheap and not torch.is_grad_enabled():
             return grouped(self.inner, grouped_matmul, *inputs.values())
         # a forward that is compiled cannot depend on the experts that are chosen
         if self._known and (not self.tp.eager or torch.compiler.is_dynamo_compiling()):

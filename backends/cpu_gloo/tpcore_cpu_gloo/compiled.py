@@ -3,6 +3,7 @@ graph, which runs everywhere."""
 
 from __future__ import annotations
 
+import os
 import platform
 import statistics
 import time
@@ -10,7 +11,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ CODE = "compiled.pt2"
 WORTH = 0.98
 """Code is kept if a call takes at most this part of the graph's time: less is within what runs differ by."""
 _CALLS = 9
+_FAILED = ".failed"
 
 
 class _Noting(DelegatingTransport):
@@ -64,50 +65,91 @@ def missing(needed: Mapping[str, Any]) -> str:
 
 def compiled(
     exported: Any,
-    graph: LoadedProgram,
+    graph: Callable[[Sequence[Tensor]], LoadedProgram],
     weights: Sequence[Tensor],
     comms: Sequence[Comm],
     inputs: Sequence[Tensor],
     folder: Path,
     world: Comm,
 ) -> dict[str, Any] | None:
-    """Compile ``exported``, a program of ``(weights, positions, inputs)``, on every rank at once, call it in turns with
-    ``graph``, and keep the first rank's code in ``folder`` if it wins on the slowest. What it needs then; otherwise
+    """Compile ``exported``, a program of ``(weights, positions, inputs)``, on the first rank, call it in turns with its
+    ``graph`` on every rank, and keep the code in ``folder`` if it wins on the slowest. What it needs then; otherwise
     None, and why is said. Collective."""
-    with TemporaryDirectory(prefix="tpcore-") as scratch:
-        path = (folder if int(world.position) == 0 else Path(scratch)) / CODE
-        problem = _compile(exported, path)
-        if found := next(filter(None, gather(problem, world)), ""):
-            inform(f"trace: inductor compiles it not, the graph is used: {found}")
-        else:
-            share = _share(graph, loaded(path, weights, comms), inputs)
-            slowest = float(world.all_reduce(torch.tensor([share]), "max"))
-            kept = slowest <= WORTH
-            inform(f"trace: compiled by inductor, {slowest:.2f} of the graph's time: {'kept' if kept else 'not kept'}")
-            if kept:
-                return host()
-        path.unlink(missing_ok=True)
-    return None
+    path, first, kept = folder / CODE, int(world.position) == 0, False
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world.size))  # as when it is served
+    try:
+        problem = _told(_compile(exported, path) if first else _awaited(path), world)
+        # copies, for a program may change its weights, and each has its own
+        programs = [graph([t.clone() for t in weights])]
+        if not problem:
+            found = _Attempt(lambda: programs.append(loaded(path, [t.clone() for t in weights], comms)))
+            problem = _told(found.problem, world)
+        if not problem:
+            problem = _told(_Attempt(lambda: _compare(*(program(inputs) for program in programs))).problem, world)
+        if problem:
+            inform(f"trace: not compiled by inductor, the graph is used: {problem}")
+            return None
+        slowest = float(world.all_reduce(torch.tensor([_share(*programs, inputs)]), "max"))
+        kept = slowest <= WORTH
+        inform(f"trace: compiled by inductor, {slowest:.2f} of the graph's time: {'kept' if kept else 'not kept'}")
+        return host() if kept else None
+    finally:
+        torch.set_num_threads(threads)
+        if first:
+            path.with_suffix(_FAILED).unlink(missing_ok=True)
+            if not kept:
+                path.unlink(missing_ok=True)
+
+
+class _Attempt:
+    """Calls ``run``. ``problem``: what it raised, in a line; empty if nothing."""
+
+    def __init__(self, run: Callable[[], object]) -> None:
+        self.problem = ""
+        try:
+            run()
+        except Exception as e:  # noqa: BLE001  told to all ranks: the graph is used whatever is wrong with the code
+            self.problem = f"{type(e).__name__}: {' '.join(str(e).split())[:300]}"
+
+
+def _told(problem: str, world: Comm) -> str:
+    """The first rank's problem on all ranks."""
+    return next(filter(None, gather(problem, world)), "")
 
 
 def _compile(exported: Any, path: Path) -> str:
-    """Why not, in a line; empty if ``path`` is written."""
-    # threads are those of the process that runs it, and not of the one that compiles it
-    options = {"cpp.dynamic_threads": True}
-    try:
+    """Write ``path``, complete when it has its name, or say why not; the other ranks wait for either."""
+    part = path.with_name(f"part-{path.name}")
+    options = {"cpp.dynamic_threads": True}  # those of the process that runs it, and not of the one that compiles it
+
+    def run() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's own, of its own functions
-            torch._inductor.aoti_compile_and_package(exported, package_path=str(path), inductor_configs=options)
-    except (RuntimeError, OSError, ValueError, TypeError, AssertionError, LookupError, ImportError) as e:
-        # no compiler, an operator that it does not know, ...
-        return f"{type(e).__name__}: {str(e).strip()[:300]}".splitlines()[0]
+            torch._inductor.aoti_compile_and_package(exported, package_path=str(part), inductor_configs=options)
+        part.rename(path)
+
+    problem = _Attempt(run).problem
+    if problem:
+        part.unlink(missing_ok=True)
+        path.with_suffix(_FAILED).touch()
+    return problem
+
+
+def _awaited(path: Path) -> str:
+    """Outside of a collective, whose time is limited: the launcher ends this rank too if the first one dies."""
+    while not path.exists() and not path.with_suffix(_FAILED).exists():
+        time.sleep(0.05)
     return ""
 
 
+def _compare(want: Sequence[Tensor], got: Sequence[Tensor]) -> None:
+    for a, b in zip(want, got, strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-3, atol=1e-4, equal_nan=True)  # as tracing compares with the model
+
+
 def _share(graph: LoadedProgram, code: LoadedProgram, inputs: Sequence[Tensor]) -> float:
-    """The code's time as a part of the graph's: the median of calls in turns, after one that must agree."""
-    for want, got in zip(graph(inputs), code(inputs), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+    """The code's time as a part of the graph's: the median of calls in turns."""
     shares = []
     for _ in range(_CALLS):
         seconds = []
@@ -123,7 +165,8 @@ def loaded(path: Path, weights: Sequence[Tensor], comms: Sequence[Comm]) -> Load
     """The code in ``path``, which makes the collectives of ``comms`` by their operators."""
     run: Callable[..., Any] = torch._inductor.aoti_load_package(str(path))
     raised: list[BaseException] = []
-    positions = [comm.position for comm in comms]
+    # code has the strides of the examples in it, which are contiguous
+    fixed, positions = [t.contiguous() for t in weights], [comm.position for comm in comms]
     noting = [_Noting(comm.transport, raised) for comm in comms]
 
     def call(inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -132,7 +175,7 @@ def loaded(path: Path, weights: Sequence[Tensor], comms: Sequence[Comm]) -> Load
             for comm, transport in zip(comms, noting, strict=True):
                 stack.enter_context(comm.traced(comm.position, transport))
             try:
-                return list(run(list(weights), positions, list(inputs)))
+                return list(run(fixed, positions, [t.contiguous() for t in inputs]))
             except RuntimeError as e:
                 if raised:
                     raise raised[0] from None

@@ -58,6 +58,8 @@ def trace(
     """Write the program of ``fn``. ``comms``: the Comms that it may use, one for each group. ``inductor``: as machine
     code too, where that is faster."""
     names = sorted(weights)
+    if inductor:  # whose code has the strides of its examples in it
+        weights = {name: t.contiguous() for name, t in weights.items()}
     exported = _exported(_PureFunction(fn, names, comms), [weights[n] for n in names], comms, inputs, dims)
     module: GraphModule = exported.graph_module
     specs = exported.graph_signature.input_specs
@@ -77,7 +79,11 @@ def trace(
     check_one_program("\n".join([*nodes, rest]).encode(), data, world)
     if inductor:
         module.recompile()  # without the nodes that are gone
-        graph = _of(program, constants, weights, {comm.name: comm for comm in comms}.__getitem__)
+        named = {comm.name: comm for comm in comms}
+
+        def graph(values: Sequence[Tensor]) -> LoadedProgram:
+            return _of(program, constants, dict(zip(names, values, strict=True)), named.__getitem__)
+
         program["compiled"] = compiled(exported, graph, [weights[n] for n in names], comms, inputs, folder, world)
     if int(world.position) == 0:
         write_file(str(folder / GRAPH), [json.dumps(program, separators=(",", ":")).encode()])
@@ -132,13 +138,21 @@ def load(folder: Path, weights: Mapping[str, Tensor], comm_of: Callable[[str], C
         if needed := program.get("compiled"):
             if not (lacks := missing(needed)):
                 comms = [comm_of(name) for name in program["groups"]]
-                return loaded(folder / CODE, [weights[name] for name in program["weights"]], comms)
+                return _loaded(folder, [weights[name] for name in program["weights"]], comms)
             inform(f"{folder / CODE} is for {lacks}: the graph runs in its place; trace the model here again")
         return _of(program, load_file(folder / CONSTANTS), weights, comm_of)
     except BackendError:
         raise
     except Exception as e:  # a damaged file can raise any error
         raise BackendError(f"{folder / GRAPH} is damaged: {type(e).__name__}: {str(e)[:200]}") from e
+
+
+def _loaded(folder: Path, weights: Sequence[Tensor], comms: Sequence[Comm]) -> LoadedProgram:
+    try:
+        return loaded(folder / CODE, weights, comms)
+    except (RuntimeError, OSError) as e:
+        why = " ".join(str(e).split())[:200]
+        raise BackendError(f"{folder / CODE} does not load here, trace the model again on this machine: {why}") from e
 
 
 def _of(

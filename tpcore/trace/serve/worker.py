@@ -45,6 +45,7 @@ class Rank:
             cut = {name for name, weight in self._manifest.weights.items() if weight.spec.dim is not None}
             self._weights |= in_huge_pages({name: t for name, t in self._weights.items() if name in cut})
         self._weights = {name: t.to(device) for name, t in self._weights.items()}
+        self._memory = {t.untyped_storage().data_ptr() for t in self._weights.values()}
         folders = [program_dir(self._folder, i) for i in range(self._manifest.programs)]
         self._programs: list[LoadedProgram] = [load(program, self._weights) for program in folders]
 
@@ -52,9 +53,18 @@ class Rank:
     def run(self, program: int, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Run a program. Returns the model's outputs, and copies the state outputs to the weights."""
         found = self._programs[program]([t.to(self._ctx.device) for t in inputs])
-        for name, t in zip(self._manifest.outputs.state, found[self._returned :], strict=True):
+        if states := self._manifest.outputs.state:  # an output may be a weight that another output replaces
+            found = [t.clone() if self._is_other(t, i) else t for i, t in enumerate(found)]
+        for name, t in zip(states, found[self._returned :], strict=True):
             self._weights[name].copy_(t)
         return [t.cpu() for t in found[: self._returned]]
+
+    def _is_other(self, t: Tensor, output: int) -> bool:
+        """Whether an output has the memory of a weight, but for one that it becomes."""
+        at = output - self._returned
+        own = self._weights[self._manifest.outputs.state[at]] if at >= 0 else None
+        memory = t.untyped_storage().data_ptr()
+        return memory in self._memory and (own is None or memory != own.untyped_storage().data_ptr())
 
     def reshard(self, source: str, folder: str, save_id: str) -> TracedFile:
         """Write this rank's part of another checkpoint to ``folder``. The weights in use do not change."""

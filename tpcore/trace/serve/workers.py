@@ -76,6 +76,7 @@ class Workers:
         self._poll.register(from_rank, select.POLLIN)
         fds = requests.fileno(), replies.fileno(), self._inputs.fd, self._outputs.fd
         arguments, environment = (self._folder, self.weights, *fds), serving_environment(rank, self._manifest.tp, job)
+        environment["TMPDIR"] = self._home.name  # what libraries leave there goes with it, however the process ends
         with requests, replies:
             self._processes.start(
                 "tpcore.trace.serve.worker", arguments, environment=environment, fds=fds, log=self._logs[rank]

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import tpcore
 from tpcore.checkpoint import load
 from tpcore.checkpoint.forms import registry
-from tpcore.checkpoint.forms.rank_files import RankFiles, grid
+from tpcore.checkpoint.forms.rank_files import RankFiles, even_cut, grid
 from tpcore.checkpoint.forms.source import Cuts, Fill, Form, Reading, Source, Stage, State
 from tpcore.checkpoint.inspect import diff, inspect, verify
 from tpcore.checkpoint.read.source import part, read_shards
@@ -71,6 +71,28 @@ def open_npz(path: str, how: Reading, stack: ExitStack) -> Source | None:
 @pytest.fixture(autouse=True)
 def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "FORMS", (Form(sharded=True, open=open_npz), *registry.FORMS))
+
+
+def test_blocks_of_a_form_are_those_of_the_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = torch.arange(8.0)[:, None].repeat(1, 4)
+    for r, parts in enumerate(zip(*(half.chunk(2) for half in full.chunk(2)), strict=True)):
+        np.savez(tmp_path / f"shard_{r}.npz", weight=torch.cat(parts).numpy())
+    monkeypatch.setattr(Npz, "cut", lambda self, name, shape, pp_rank: even_cut(shape, self.tp, 0, stride=2))
+
+    def rank(ctx: ParallelContext) -> None:
+        layer = tpcore.ColumnParallelLinear(4, 8, bias=False, blocks=2)
+        load(tmp_path, layer)
+        assert torch.equal(layer.weight, full if ctx.comm("tp").size == 1 else torch.cat(parts_of(ctx)))
+        with pytest.raises(
+            CheckpointError, match=r"'weight' is stored as .* make the layer with the blocks"
+        ):
+            load(tmp_path, tpcore.ColumnParallelLinear(4, 8, bias=False))
+
+    def parts_of(ctx: ParallelContext) -> list[torch.Tensor]:
+        return [half.chunk(2)[ctx.rank] for half in full.chunk(2)]
+
+    for tp in (1, 2):
+        run_ranks(Mesh({"tp": tp}), rank)
 
 
 @pytest.fixture

@@ -72,7 +72,7 @@ def unpickled(path: str, how: Reading, allow: Sequence[type] = (), placeholders:
     except pickle.UnpicklingError as e:
         raise CheckpointError(
             f"{path} holds something besides tensors and plain values, and unpickling that could run code: "
-            f"save the state_dict alone ({str(e).splitlines()[0][:200]})"
+            "save the state_dict alone"
         ) from e
     except Exception as e:  # torch.load may raise anything for a damaged file
         reason = (str(e).splitlines() or [""])[0][:200]

@@ -99,7 +99,13 @@ class _RankFilesStage(Stage):
         if len({(s.shape, s.dtype) for s in shards}) > 1:
             raise CheckpointError(f"{where}: {name!r} has another shape or dtype on another rank")
         shape, tp = shards[0].shape, len(shards)
-        cut = self._cuts(name, shape, tp) or self._source.cut(name, shape, self._pp_rank)
+        known, said = self._cuts(name, shape, tp), self._source.cut(name, shape, self._pp_rank)
+        if known is not None and said is not None and len(said.blocks) > 1 and said != known:
+            raise CheckpointError(
+                f"{where}: {name!r} is stored as {said}, and the model or --cut has it as {known}: "
+                "make the layer with the blocks of the file"
+            )
+        cut = known or said
         if cut is not None and cut.local_shape(tp) != shape:
             raise CheckpointError(
                 f"{where}: {name!r} has shape {shape} on each of {tp} ranks, but {cut} is cut to {cut.local_shape(tp)}"

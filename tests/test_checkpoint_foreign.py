@@ -83,9 +83,7 @@ def test_blocks_of_a_form_are_those_of_the_layer(tmp_path: Path, monkeypatch: py
         layer = tpcore.ColumnParallelLinear(4, 8, bias=False, blocks=2)
         load(tmp_path, layer)
         assert torch.equal(layer.weight, full if ctx.comm("tp").size == 1 else torch.cat(parts_of(ctx)))
-        with pytest.raises(
-            CheckpointError, match=r"'weight' is stored as .* make the layer with the blocks"
-        ):
+        with pytest.raises(CheckpointError, match=r"'weight' is stored as .* make the layer with the blocks"):
             load(tmp_path, tpcore.ColumnParallelLinear(4, 8, bias=False))
 
     def parts_of(ctx: ParallelContext) -> list[torch.Tensor]:

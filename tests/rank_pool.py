@@ -192,8 +192,10 @@ class _Worker:
     def stuck(self, rank: int) -> RankStuck:
         self.reusable = False
         os.kill(self.process.pid or 0, signal.SIGUSR1)
-        deadline = time.monotonic() + 2.0
-        while not self._stacks.stat().st_size and time.monotonic() < deadline:
+        seen, deadline = -1, time.monotonic() + 2.0
+        # written in pieces
+        while (not (size := self._stacks.stat().st_size) or size != seen) and time.monotonic() < deadline:
+            seen = size
             time.sleep(0.01)
         return RankStuck(f"rank {rank} gave no answer in time. Its threads:\n{self._stacks.read_text()}")
 

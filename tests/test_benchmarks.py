@@ -8,6 +8,7 @@ import shlex
 import sys
 import time
 from argparse import Namespace
+from contextlib import suppress
 from pathlib import Path
 
 import forked
@@ -138,7 +139,16 @@ def test_a_stage_that_is_late_leaves_no_rank_on_the_gpu(tmp_path: Path) -> None:
 
 
 def _runs(pid: str) -> bool:
-    return Path(f"/proc/{pid}").exists() and Path(f"/proc/{pid}/cmdline").read_bytes() != b""  # else a zombie
+    """Whether it still does 10 s after it was killed."""
+    deadline = time.monotonic() + 10.0
+    while time.monotonic() < deadline:
+        words = b""  # also a zombie's
+        with suppress(OSError):
+            words = Path(f"/proc/{pid}/cmdline").read_bytes()
+        if not words:
+            return False
+        time.sleep(0.01)
+    return True
 
 
 def test_a_session_ends_within_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

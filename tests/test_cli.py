@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 from installed import installed
 from typer.testing import CliRunner
@@ -25,7 +26,9 @@ def invoke(*args: str) -> str:
 
 
 def run(*command: str, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, check=False, capture_output=True, text=True, env={**os.environ, **env}, timeout=60)
+    return subprocess.run(
+        command, check=False, capture_output=True, text=True, env={**os.environ, **env}, timeout=forked.PATIENCE
+    )
 
 
 def test_help_and_version():
@@ -77,8 +80,10 @@ def test_backends_says_what_carries_the_collectives_and_why(monkeypatch):
 def test_the_installed_script_and_the_module_print_the_same(tmp_path):
     installed(tmp_path, "process", "import no_such_module_anywhere")
     script = Path(sys.executable).with_name("tpcore")
-    a = run(str(script), "backends", PYTHONPATH=str(tmp_path))
-    b = run(sys.executable, "-m", "tpcore", "backends", PYTHONPATH=str(tmp_path))
+    # one import path: without it the module takes tpcore from the directory at hand, the script the installed one
+    env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)]), "PYTHONSAFEPATH": "1"}
+    a = run(str(script), "backends", **env)
+    b = run(sys.executable, "-m", "tpcore", "backends", **env)
     assert (a.returncode, a.stderr) == (0, "")
     assert a.stdout == b.stdout
     assert "no_such_module_anywhere" in a.stdout

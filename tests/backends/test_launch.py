@@ -120,7 +120,7 @@ def program():
     ctx = tpcore.init("cpu_gloo", tp=2)
     with open(f"{folder}/pids", "w") as told:
         told.write(f"{os.getpid()} ")
-    for _ in range(20_000):  # longer than it takes to be ended, and not for ever if it is not
+    for _ in range(200_000):  # longer than it takes to be ended, and not for ever if it is not
         ctx.comm("tp").all_reduce(torch.ones(1))
 
 tpcore.launch(program, 2)
@@ -137,8 +137,10 @@ def test_ranks_end_with_their_parent(tmp_path: Path, how: signal.Signals) -> Non
         [sys.executable, str(script), str(folder)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     pids: list[str] = []
-    while len(pids) < 2:  # a pipe: opening it waits for a rank to write
-        pids += (folder / "pids").read_text().split()
+    told = os.open(folder / "pids", os.O_RDWR)  # no end of file between two ranks
+    while len(pids) < 2:
+        pids += os.read(told, 100).decode().split()
+    os.close(told)
     ranks = [psutil.Process(int(pid)) for pid in pids]
     parent.send_signal(how)
     said = parent.communicate(timeout=60)[0]

@@ -69,6 +69,7 @@ def test_a_stuck_rank_shows_its_stacks_and_is_replaced() -> None:
     with RankPool(1, grace=0.5) as small:
         before = small.pids()
         for run in (small.run, small.outcomes):
+            assert small.run(Mesh({"tp": 1}), _where)[0][0] == 0  # it has started
             with pytest.raises(RankStuck, match=r"rank 0 gave no answer[\s\S]*in _loop_without_end"):
                 run(Mesh({"tp": 1}), _loop_without_end, timeout=0.5)
         assert small.pids() != before

@@ -13,6 +13,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 from worlds import each_rank
@@ -103,7 +104,7 @@ def test_an_error_shows_at_exit(tmp_path: Path) -> None:
     """
     for how in ("fail", "pass"):
         words = [sys.executable, "-c", program, str(tmp_path / how), how]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=100, check=False)
+        done = subprocess.run(words, capture_output=True, text=True, timeout=forked.PATIENCE, check=False)
         assert done.returncode == (how == "fail")
         assert ("No space left on device" in done.stderr) == (how == "fail"), done.stderr
     assert os.listdir(tmp_path) == ["pass"]

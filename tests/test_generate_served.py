@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 import transformers
@@ -174,7 +175,11 @@ with parallel_model_load(sys.argv[1]) as model:
 @pytest.mark.slow
 def test_it_is_served_without_transformers(folder: Path) -> None:
     made = subprocess.run(
-        [sys.executable, "-c", WITHOUT, str(folder)], check=False, capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", WITHOUT, str(folder)],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=forked.PATIENCE,
     )
     assert made.returncode == 0, made.stderr
     assert made.stdout.strip() == str([[t] for t in expected(whole(), PROMPTS[1], 4)])

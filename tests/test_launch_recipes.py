@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import yaml
 
@@ -62,7 +63,9 @@ def test_the_slurm_recipe_starts_one_job_of_two_launchers(tmp_path: Path) -> Non
         "OMP_NUM_THREADS": "1",
     }
     words = ["bash", "slurm.sh", "train.py", "flag"]
-    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run(
+        words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=forked.PATIENCE, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert sorted(re.findall(r"rank \d of 2: 3 flag", done.stdout)) == ["rank 0 of 2: 3 flag", "rank 1 of 2: 3 flag"]
 

@@ -21,6 +21,7 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import forked
 import openai
 import pytest
 import torch
@@ -501,7 +502,7 @@ def test_what_cannot_be_served_is_said_before_anything_starts(folder: Path, tmp_
 @pytest.mark.slow
 def test_ranks_that_cannot_start_end_it(folder: Path) -> None:
     command = [sys.executable, "-m", "tpcore", "serve", str(folder), "--tp", "3", "--port", "0"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=forked.PATIENCE, check=False)
     assert ended.returncode == 1
     assert "tp=3 does not fit LlamaForCausalLM" in ended.stderr
     assert "exited with status 1 before it could serve" in ended.stderr

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 from models import Encoder, batch
@@ -69,7 +70,7 @@ def test_a_script_without_a_main_guard(tmp_path: Path) -> None:
         env={**os.environ, "TPCORE_BACKEND": "cpu_gloo", "TMPDIR": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=forked.PATIENCE,
         check=False,
     )
     assert done.returncode == 0, done.stderr

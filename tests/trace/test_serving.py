@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 from models import VOCABULARY, Encoder, batch, differences, error_of
@@ -211,8 +212,8 @@ def test_a_call_that_is_interrupted(served: TensorParallelModel) -> None:
     """Ctrl-C ends the wait, not the processes; the answer that comes late is not taken for the next one's."""
     numbers = pids(served)
     os.kill(numbers[1], signal.SIGSTOP)
-    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012  it may come early
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
         served(*batch(3, 8))
     os.kill(numbers[1], signal.SIGCONT)
     assert error_of(served, 2, 8) < EXACT
@@ -277,7 +278,7 @@ def test_a_plain_program_that_has_not_the_models_code(artifact: Path, tmp_path: 
         cwd=here,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=forked.PATIENCE,
         check=False,
     )
     assert done.returncode == (0 if end == "return" else -9), done.stderr
@@ -322,7 +323,7 @@ def test_forks(artifact: Path, tmp_path: Path) -> None:
     script = tmp_path / "forks.py"
     script.write_text(FORKS)
     run = [sys.executable, str(script), str(artifact)]
-    done = subprocess.run(run, capture_output=True, text=True, timeout=100, check=True)
+    done = subprocess.run(run, capture_output=True, text=True, timeout=forked.PATIENCE, check=True)
     *told, equal = done.stdout.splitlines()
     assert len(told) == 2
     assert all("of which this one is a fork: load it here again" in line for line in told)

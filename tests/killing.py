@@ -101,7 +101,7 @@ def killed(ctx: ParallelContext, home: str, how: str, victim: int, stop: int) ->
         undo.callback(steps.end)
         replace(undo, os, "fsync", lambda fd: steps.step())
         replace(undo, files, "open", steps.opened)
-        replace(undo, background, "_PATIENCE", 10.0)  # for a rank that will never say anything
+        replace(undo, background, "_PATIENCE", 1.0)  # for a rank that will never say anything
         if how == "no exchange":
             replace(undo, staging, "_exchange", lambda a, b: False)
         else:

@@ -90,7 +90,7 @@ def compiled(
         if problem:
             inform(f"trace: not compiled by inductor, the graph is used: {problem}")
             return None
-        slowest = float(world.all_reduce(torch.tensor([_share(*programs, inputs)]), "max"))
+        slowest = float(world.all_reduce(torch.tensor([_share(programs[0], programs[1], inputs)]), "max"))
         kept = slowest <= WORTH
         inform(f"trace: compiled by inductor, {slowest:.2f} of the graph's time: {'kept' if kept else 'not kept'}")
         return host() if kept else None

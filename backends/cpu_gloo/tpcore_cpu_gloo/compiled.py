@@ -80,12 +80,12 @@ def compiled(
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world.size))  # as when it is served
     try:
         problem = _told(_compile(exported, path) if first else _awaited(path), world)
-        # copies, for a program may change its weights, and each has its own
-        programs = [graph([t.clone() for t in weights])]
+        programs: list[LoadedProgram] = []
+        if not problem:  # with copies, for a program may change its weights, and each has its own
+            load = _Attempt(lambda: programs.append(loaded(path, [t.clone() for t in weights], comms)))
+            problem = _told(load.problem, world)
         if not problem:
-            found = _Attempt(lambda: programs.append(loaded(path, [t.clone() for t in weights], comms)))
-            problem = _told(found.problem, world)
-        if not problem:
+            programs.insert(0, graph([t.clone() for t in weights]))
             problem = _told(_Attempt(lambda: _compare(*(program(inputs) for program in programs))).problem, world)
         if problem:
             inform(f"trace: not compiled by inductor, the graph is used: {problem}")

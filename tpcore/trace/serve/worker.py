@@ -45,7 +45,7 @@ class Rank:
             cut = {name for name, weight in self._manifest.weights.items() if weight.spec.dim is not None}
             self._weights |= in_huge_pages({name: t for name, t in self._weights.items() if name in cut})
         self._weights = {name: t.to(device) for name, t in self._weights.items()}
-        self._memory = {t.untyped_storage().data_ptr() for t in self._weights.values()}
+        self._memory = {_memory(t) for t in self._weights.values()}
         folders = [program_dir(self._folder, i) for i in range(self._manifest.programs)]
         self._programs: list[LoadedProgram] = [load(program, self._weights) for program in folders]
 
@@ -63,8 +63,7 @@ class Rank:
         """Whether an output has the memory of a weight, but for one that it becomes."""
         at = output - self._returned
         own = self._weights[self._manifest.outputs.state[at]] if at >= 0 else None
-        memory = t.untyped_storage().data_ptr()
-        return memory in self._memory and (own is None or memory != own.untyped_storage().data_ptr())
+        return _memory(t) in self._memory and (own is None or _memory(t) != _memory(own))
 
     def reshard(self, source: str, folder: str, save_id: str) -> TracedFile:
         """Write this rank's part of another checkpoint to ``folder``. The weights in use do not change."""
@@ -75,6 +74,14 @@ class Rank:
         found = read_shards(source, wanted, rank, manifest.tp, ties=ties, how=Reading(quiet=rank != 0))
         found = {name: found.get(name, t) for name, t in self._weights.items()}
         return write_weights(Path(folder), self._ctx.rank, found, save_id)
+
+
+def _memory(t: Tensor) -> int:
+    """The same for all views of one memory; for one tensor alone where Python cannot access a device's storage."""
+    try:
+        return t.untyped_storage().data_ptr()
+    except RuntimeError:
+        return id(t)
 
 
 def _serve(rank: Rank, inputs: SharedBuffer, outputs: SharedBuffer, requests: Connection, replies: Connection) -> None:

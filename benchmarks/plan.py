@@ -5,8 +5,7 @@ that the plan prints; the median of the rounds counts, for what a shared host ca
 also times a fixed piece of work, the probe, before every step, and so do as many processes around the calibration: the
 column "host" is by how much the machine was slower during the steps than when it was calibrated, and the ratio is that
 of the predicted time to the measured one divided by it. ``--hosts``: over two hosts as network namespaces, on a wire
-with delay and a limited rate. ``--published``: public training runs beside what is predicted from their configurations
-alone.
+with delay and a limited rate. ``--published``: public training runs beside predictions of their configurations alone.
 """
 
 from __future__ import annotations
@@ -41,6 +40,7 @@ from tpcore.runtime.memory import keep_freed_memory
 from .harness import conditions, grown, resident, say
 from .plan_hosts import measured, on_hosts
 from .plan_published import compare_published
+from .probe import Probe, probed
 
 DEVICES = 2
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_* constants of malloc.h
@@ -110,29 +110,6 @@ def choices(case: Case) -> list[Choice]:
 
 
 # -- measured -----------------------------------------------------------------------------------------------
-class Probe:
-    """Work that is the same in every process, half of it bound by the processor and half by memory."""
-
-    def __init__(self) -> None:
-        self._x, self._long, self.seconds = torch.randn(384, 384), torch.zeros(3 << 20), list[float]()
-
-    def run(self, times: int = 1) -> None:
-        for _ in range(times):
-            start = time.perf_counter()
-            for _ in range(4):
-                self._x @ self._x
-                self._long.add_(1)
-            self.seconds.append(time.perf_counter() - start)
-
-
-def probed(steps: int) -> float:
-    """In a process of its own: the median time of the probe, the worse process's."""
-    torch.set_num_threads(1)
-    probe = Probe()
-    probe.run(10 * steps)
-    return statistics.median(probe.seconds[steps:])
-
-
 def measure(folder: str, chosen: Choice, seq_len: int, steps: int) -> tuple[float, int, float]:
     """In a rank: the median time of a step, how far the process's memory grew, and the probe's time, of the worse
     rank."""

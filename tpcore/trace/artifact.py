@@ -129,20 +129,20 @@ def read_weights(folder: Path, rank: int, manifest: TraceManifest) -> dict[str, 
     mapped from the first rank's file, so the host holds them once. CheckpointError if names or shapes are not those
     of the manifest."""
     path = weights_file(folder, rank)
-    found = load_file(path)
-    same = {name for name, weight in manifest.weights.items() if weight.spec.dim is None} & found.keys()
+    weights = load_file(path)
+    same = {name for name, weight in manifest.weights.items() if weight.spec.dim is None} & weights.keys()
     # a mapping of their own for the first rank too, so that that of the others can end
-    found |= {name: t for name, t in load_file(weights_file(folder, 0)).items() if name in same}
+    weights |= {name: t for name, t in load_file(weights_file(folder, 0)).items() if name in same}
     for name, weight in manifest.weights.items():
-        if name not in found:
+        if name not in weights:
             raise CheckpointError(f"{path} has no {name!r}")
-        t = found[name]
+        t = weights[name]
         if t.dtype != weight.dtype:  # a dtype that safetensors has no name for is U8 with one more dim
-            found[name] = t = t.view(weight.dtype).squeeze(-1)
+            weights[name] = t = t.view(weight.dtype).squeeze(-1)
         wanted = weight.spec.local_shape(manifest.tp)
         if tuple(t.shape) != wanted:
             raise CheckpointError(f"{path}: {name!r} has shape {tuple(t.shape)}, the manifest says {wanted}")
-    return {name: found[name] for name in manifest.weights}
+    return {name: weights[name] for name in manifest.weights}
 
 
 def weights_file(folder: Path, rank: int) -> Path:
@@ -156,11 +156,11 @@ def program_dir(folder: Path, number: int) -> Path:
 def record_of(path: Path) -> TracedFile:
     if path.name == WEIGHTS:
         return TracedFile(path.stat().st_size, f"crc32:{crc32_of(str(path))}")
-    found = hashlib.sha256()
+    checksum = hashlib.sha256()
     with path.open("rb") as f:
         while chunk := f.read(CHUNK):
-            found.update(chunk)
-    return TracedFile(path.stat().st_size, f"sha256:{found.hexdigest()}")
+            checksum.update(chunk)
+    return TracedFile(path.stat().st_size, f"sha256:{checksum.hexdigest()}")
 
 
 def opened(folder: Path, *, verify: bool = False) -> TraceManifest:
@@ -188,20 +188,20 @@ def _check_file(folder: Path, name: str, record: TracedFile, save_id: str, verif
     if not path.is_file():
         raise CheckpointError(f"{path} is missing; {MANIFEST} names it")
     size, wanted = path.stat().st_size, (path.parent.name, save_id)
-    found: tuple[str | None, str | None] = wanted
+    written: tuple[str | None, str | None] = wanted
     if size != record.size:
         raise CheckpointError(f"{path} is damaged: it has {size} bytes and was written with {record.size}")
     if name.endswith(".safetensors"):
         file = TensorFile(str(path))  # before the checksum: a damaged header needs no more bytes
         file.close()
         if save_id and path.name == WEIGHTS:  # of another rank or save only the header differs, not size and tensors
-            found = file.metadata.get("rank"), file.metadata.get("save_id")
+            written = file.metadata.get("rank"), file.metadata.get("save_id")
     elif name.endswith(".json") and size > LARGEST:
         raise CheckpointError(f"{path} is damaged: it has {size} bytes, more than the limit of {LARGEST}")
     if (verify or name.startswith(PROGRAMS)) and record_of(path) != record:
         raise CheckpointError(f"{path} is not the file that was written: its checksum differs")
-    if found != wanted:
+    if written != wanted:
         raise CheckpointError(
-            f"{path} is of {found[0]!r} in save {found[1]!r}, and here belongs {path.parent.name!r} of save "
+            f"{path} is of {written[0]!r} in save {written[1]!r}, and here belongs {path.parent.name!r} of save "
             f"{save_id!r}: files of several ranks or saves were mixed up"
         )

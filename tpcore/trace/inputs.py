@@ -160,21 +160,21 @@ class Arguments:
     def _signature(self) -> Signature:
         kinds = {int(kind): kind for kind in (*_OPEN, *_NAMED)}
         # all parameters are optional here, so that bind() below names the missing one
-        made = [Parameter(name, kinds[kind]) for name, kind, _ in self.parameters]
-        return Signature([p if p.kind in _OPEN else p.replace(default=None) for p in made])
+        parameters = [Parameter(name, kinds[kind]) for name, kind, _ in self.parameters]
+        return Signature([p if p.kind in _OPEN else p.replace(default=None) for p in parameters])
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
         """The tensors of a call. TypeError or ValueError if the call does not have the traced form."""
-        given = self._signature.bind(*args, **kwargs).arguments
+        arguments = self._signature.bind(*args, **kwargs).arguments
         leaves: list[Tensor] = []
         for name, form in self.form["dict"]:
-            if name in given:
-                leaves += match(form, given[name], name)
+            if name in arguments:
+                leaves += match(form, arguments[name], name)
             elif "value" not in form:
                 raise TypeError(f"missing argument {name!r}; the model was traced with {self.names}")
-        untraced = given.keys() - dict(self.form["dict"]).keys()
+        untraced = arguments.keys() - dict(self.form["dict"]).keys()
         for name, _, default in self.parameters if untraced else ():
-            if name in untraced and [given[name]] != (default or [None]):
+            if name in untraced and [arguments[name]] != (default or [None]):
                 raise TypeError(
                     f"argument {name!r} was not given when the model was traced, with {self.names}; "
                     "trace it with this one as well"
@@ -251,8 +251,8 @@ class Inputs:
 
     def _refuse(self, leaves: Sequence[Tensor]) -> NoReturn:
         named = zip(self.arguments.names, leaves, strict=True)
-        given = ", ".join(f"{name} {list(t.shape)}" for name, t in named)
-        why = f"no program takes {given}; the model was traced for {self}"
+        shapes = ", ".join(f"{name} {list(t.shape)}" for name, t in named)
+        why = f"no program takes {shapes}; the model was traced for {self}"
         fixed = []
         for name, t, shape in zip(self.arguments.names, leaves, self.shapes, strict=True):
             if t.ndim == len(shape) and any(isinstance(m, int) and n != m for n, m in zip(t.shape, shape, strict=True)):

@@ -19,21 +19,21 @@ Sizes = tuple[tuple[Shape, ...], dict[str, DynamicDim], tuple[dict[str, int], ..
 def declared(sizes: Any, arguments: Arguments, leaves: Sequence[Tensor]) -> Sizes:
     """Shapes and dims from ``dynamic_shapes``. It has for each argument, by name or in order, a dict from
     dimension to ``torch.export.Dim``, name or None; a sequence of these; or None. Otherwise ValueError."""
-    found: list[Mapping[int, Any]] = [{} for _ in leaves]
-    given = dict(arguments.form["dict"])
+    by_leaf: list[Mapping[int, Any]] = [{} for _ in leaves]
+    forms = dict(arguments.form["dict"])
     if sizes is not None and not isinstance(sizes, Mapping):
-        if not isinstance(sizes, Sequence) or isinstance(sizes, str) or len(sizes) != len(given):
-            raise ValueError(f"dynamic_shapes must be a dict or have one entry for each of {list(given)}")
-        sizes = dict(zip(given, sizes, strict=True))
-    for name, one in (sizes or {}).items():
-        if name not in given:
-            raise ValueError(f"dynamic_shapes has {name!r}; the traced arguments are {list(given)}")
-        _walk(one, given[name], f"dynamic_shapes[{name!r}]", found)
+        if not isinstance(sizes, Sequence) or isinstance(sizes, str) or len(sizes) != len(forms):
+            raise ValueError(f"dynamic_shapes must be a dict or have one entry for each of {list(forms)}")
+        sizes = dict(zip(forms, sizes, strict=True))
+    for name, dims_of in (sizes or {}).items():
+        if name not in forms:
+            raise ValueError(f"dynamic_shapes has {name!r}; the traced arguments are {list(forms)}")
+        _walk(dims_of, forms[name], f"dynamic_shapes[{name!r}]", by_leaf)
     dims: dict[str, DynamicDim] = {}
     shapes: list[Shape] = []
     for i, (t, name) in enumerate(zip(leaves, arguments.names, strict=True)):
         shape: list[int | str] = list(t.shape)
-        for at, value in found[i].items():
+        for at, value in by_leaf[i].items():
             if not isinstance(at, int) or not -t.ndim <= at < t.ndim:
                 raise ValueError(f"dynamic_shapes: no dim {at!r} in {name} of shape {list(t.shape)}")
             dim = _dim(value, f"{name} dim {at % t.ndim}")
@@ -46,7 +46,7 @@ def declared(sizes: Any, arguments: Arguments, leaves: Sequence[Tensor]) -> Size
     return tuple(shapes), dims, ()
 
 
-def _walk(sizes: Any, form: Form, where: str, found: list[Mapping[int, Any]]) -> None:
+def _walk(sizes: Any, form: Form, where: str, by_leaf: list[Mapping[int, Any]]) -> None:
     ((kind, inner),) = form.items()
     if sizes is None:
         return
@@ -55,13 +55,13 @@ def _walk(sizes: Any, form: Form, where: str, found: list[Mapping[int, Any]]) ->
             raise ValueError(f"{where} must be a dict from dimension to Dim, or a list, not {sizes!r}")
         by_dim = sizes.items() if isinstance(sizes, Mapping) else enumerate(sizes)
         dynamic = {at: v for at, v in by_dim if not (v is None or isinstance(v, int) or v is Dim.STATIC)}
-        found[inner] = dynamic
+        by_leaf[inner] = dynamic
     elif kind in ("tuple", "list"):
-        for i, (one, f) in enumerate(zip(sizes, inner, strict=True)):
-            _walk(one, f, f"{where}[{i}]", found)
+        for i, (size, f) in enumerate(zip(sizes, inner, strict=True)):
+            _walk(size, f, f"{where}[{i}]", by_leaf)
     elif kind != "value":
         for key, f in inner:
-            _walk(sizes.get(key), f, f"{where}[{key!r}]", found)
+            _walk(sizes.get(key), f, f"{where}[{key!r}]", by_leaf)
 
 
 def _dim(value: Any, place: str) -> DynamicDim:
@@ -99,7 +99,7 @@ def output_shapes(
 ) -> tuple[Shape, ...]:
     """Shapes of the outputs, with names of the inputs' dims. ``outputs``: shapes from each bucket's program.
     ValueError if an output's size changes from bucket to bucket, but not together with an input's size."""
-    found: list[Shape] = []
+    output_shapes: list[Shape] = []
     sizes_of = {name: tuple(bucket[name] for bucket in buckets) for name in (buckets[0] if buckets else ())}
     for i, shapes in enumerate(zip(*outputs, strict=True)):
         shape: list[int | str] = []
@@ -111,5 +111,5 @@ def output_shapes(
                     "cannot be cut back after padding; use dynamic_shapes instead of bucket_inputs"
                 )
             shape.append(names[0] if names else sizes[0])
-        found.append(tuple(shape))
-    return tuple(found)
+        output_shapes.append(tuple(shape))
+    return tuple(output_shapes)

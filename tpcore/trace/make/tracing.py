@@ -95,8 +95,8 @@ class _Function:
     shapes: list[list[int]] = field(default_factory=list)
 
     def __call__(self, weights: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-        given = put_together(self.arguments.form, inputs)
-        bound = inspect.BoundArguments(inspect.signature(self.model.forward), given)
+        arguments = put_together(self.arguments.form, inputs)
+        bound = inspect.BoundArguments(inspect.signature(self.model.forward), arguments)
         out = torch.func.functional_call(self.model, dict(weights), bound.args, bound.kwargs)
         if state := [out[i] for i in self.returned_state]:
             out = tuple(value for i, value in enumerate(out) if i not in self.returned_state)
@@ -143,18 +143,18 @@ class Tracer:
         inform(f"trace: rank {self._ctx.rank} of {self._order.tp}: {doing}")
 
     def _built(self) -> tuple[nn.Module, dict[Tensor, int]]:
-        made = self._order.func()
-        model, aliases = made if isinstance(made, tuple) and len(made) == 2 else (made, {})
+        built = self._order.func()
+        model, aliases = built if isinstance(built, tuple) and len(built) == 2 else (built, {})
         if not isinstance(model, nn.Module):
-            kind = type(made).__name__
+            kind = type(built).__name__
             raise TypeError(f"the function to trace returned a {kind}; it must return the model, or (model, aliases)")
         return model, dict(aliases or {})
 
     def _weights(self, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Weight]]:
         """All parameters and buffers, including those not in the state_dict. Tied tensors appear once."""
         named: dict[Tensor, list[str]] = {}  # tensors are keys by identity
-        for found in (model.named_parameters, model.named_buffers):
-            for name, t in found(remove_duplicate=False):
+        for tensors_of in (model.named_parameters, model.named_buffers):
+            for name, t in tensors_of(remove_duplicate=False):
                 if t.is_meta:
                     raise ValueError(f"{name!r} is on the meta device: load weights before the function returns")
                 named.setdefault(t, []).append(name)
@@ -200,14 +200,14 @@ class Tracer:
                 weights[name].copy_(t)
             return weights
 
-        want = [t.to("cpu", copy=True) for t in fn(weights, leaves)]
+        expected = [t.to("cpu", copy=True) for t in fn(weights, leaves)]
         form, shapes = fn.form, fn.shapes
         self._ctx.backend.trace(fn, restored(), leaves, dims, folder)
         gather_bytes(b"written", self._ctx.world)
         program = self._ctx.backend.load_program(folder, restored())
-        got = [t.to("cpu", copy=True) for t in program(leaves)]  # an output may be a buffer, written in place
+        outputs = [t.to("cpu", copy=True) for t in program(leaves)]  # an output may be a buffer, written in place
         restored()
-        for i, (a, b) in enumerate(zip(got, want, strict=True)):
+        for i, (a, b) in enumerate(zip(outputs, expected, strict=True)):
             if a.shape != b.shape or not torch.allclose(a, b, rtol=1e-3, atol=1e-4, equal_nan=True):
                 worst = float((a.double() - b.double()).abs().max()) if a.shape == b.shape else float("inf")
                 raise BackendError(
@@ -220,9 +220,9 @@ class Tracer:
 
     def _check_returned(self, i: int, t: Tensor) -> None:
         """ValueError if ranks return different outputs: a caller gets only those of the first rank."""
-        every = self._ctx.world.all_gather(t.unsqueeze(0).to(self._ctx.device), 0).cpu()
-        for rank, theirs in enumerate(every):
-            if not torch.allclose(theirs, every[0], rtol=1e-3, atol=1e-4, equal_nan=True):
+        outputs = self._ctx.world.all_gather(t.unsqueeze(0).to(self._ctx.device), 0).cpu()
+        for rank, output in enumerate(outputs):
+            if not torch.allclose(output, outputs[0], rtol=1e-3, atol=1e-4, equal_nan=True):
                 raise ValueError(
                     f"output {i}, of shape {list(t.shape)}, is another on rank {rank} than on rank 0, whose "
                     "outputs are returned: gather it (gather_output=True in a last ColumnParallelLinear)"

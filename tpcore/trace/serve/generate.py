@@ -87,7 +87,7 @@ class _CacheRow:
     number: int = -1
     todo: list[int] = field(default_factory=list)
     at: int = 0
-    made: int = 0
+    generated: int = 0
 
     def call(self, width: int) -> tuple[list[int], int, int]:
         """The tokens of the next call of ``width``, their place, and which is the last. What stands behind it is
@@ -112,7 +112,7 @@ def _each(
         for row in rows:
             if row.number < 0 and waiting:
                 row.number, row.todo = waiting.popleft()
-                row.at = row.made = 0
+                row.at = row.generated = 0
         width = min(chunk, max(len(row.todo) for row in rows))
         if not width:
             return
@@ -122,8 +122,8 @@ def _each(
         for row, token in zip(rows, tokens, strict=True):
             if row.number < 0 or row.todo:
                 continue
-            number, row.made, row.todo = row.number, row.made + 1, [token]
-            if row.made == steps or token in stops:
+            number, row.generated, row.todo = row.number, row.generated + 1, [token]
+            if row.generated == steps or token in stops:
                 row.number, row.todo = -1, []
             yield number, token
 

@@ -30,13 +30,13 @@ class Turn:
         self._changed, self._waiting = Condition(), deque[object]()
 
     def __enter__(self) -> None:
-        mine = object()
+        ticket = object()
         with self._changed:
-            self._waiting.append(mine)
+            self._waiting.append(ticket)
             try:
-                self._changed.wait_for(lambda: self._waiting[0] is mine)
+                self._changed.wait_for(lambda: self._waiting[0] is ticket)
             except BaseException:
-                self._waiting.remove(mine)
+                self._waiting.remove(ticket)
                 self._changed.notify_all()
                 raise
 
@@ -116,13 +116,13 @@ class TensorParallelModel(nn.Module):
                     "were replaced, or lost processes were started again. Load the model twice for two"
                 )
             try:
-                found = running.call(program, leaves, self.timeout)
+                outputs = running.call(program, leaves, self.timeout)
             except IndexError as e:
                 raise IndexError(f"{e}: {ranges(leaves, inputs.arguments.names)}") from None
         if inputs.buckets:  # without the padding
             for i, shape in enumerate(self.manifest.outputs.shapes):
-                found[i] = found[i][tuple(slice(sizes[m] if isinstance(m, str) else m) for m in shape)].contiguous()
-        return put_together(self.manifest.outputs.form, found)
+                outputs[i] = outputs[i][tuple(slice(sizes[m] if isinstance(m, str) else m) for m in shape)].contiguous()
+        return put_together(self.manifest.outputs.form, outputs)
 
     def replace_weights(self, source: str | PathLike[str] | Mapping[str, Tensor]) -> None:
         """Other weights, without tracing again: a checkpoint in any form and at any degree, or an unsharded

@@ -52,18 +52,18 @@ class Rank:
     @torch.inference_mode()
     def run(self, program: int, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Run a program. Returns the model's outputs, and copies the state outputs to the weights."""
-        found = self._programs[program]([t.to(self._ctx.device) for t in inputs])
+        outputs = self._programs[program]([t.to(self._ctx.device) for t in inputs])
         if states := self._manifest.outputs.state:  # an output may be a weight that another output replaces
-            found = [t.clone() if self._is_other(t, i) else t for i, t in enumerate(found)]
-        for name, t in zip(states, found[self._returned :], strict=True):
+            outputs = [t.clone() if self._is_other(t, i) else t for i, t in enumerate(outputs)]
+        for name, t in zip(states, outputs[self._returned :], strict=True):
             self._weights[name].copy_(t)
-        return [t.cpu() for t in found[: self._returned]]
+        return [t.cpu() for t in outputs[: self._returned]]
 
     def _is_other(self, t: Tensor, output: int) -> bool:
         """Whether an output has the memory of a weight, but for one that it becomes."""
         at = output - self._returned
-        own = self._weights[self._manifest.outputs.state[at]] if at >= 0 else None
-        return _memory(t) in self._memory and (own is None or _memory(t) != _memory(own))
+        state = self._weights[self._manifest.outputs.state[at]] if at >= 0 else None
+        return _memory(t) in self._memory and (state is None or _memory(t) != _memory(state))
 
     def reshard(self, source: str, folder: str, save_id: str) -> TracedFile:
         """Write this rank's part of another checkpoint to ``folder``. The weights in use do not change."""
@@ -71,9 +71,9 @@ class Rank:
         saved = {name: weight for name, weight in manifest.weights.items() if weight.saved}
         wanted = {name: (weight.spec, weight.dtype) for name, weight in saved.items()}
         ties = {other: name for name, weight in saved.items() for other in weight.others}
-        found = read_shards(source, wanted, rank, manifest.tp, ties=ties, how=Reading(quiet=rank != 0))
-        found = {name: found.get(name, t) for name, t in self._weights.items()}
-        return write_weights(Path(folder), self._ctx.rank, found, save_id)
+        resharded = read_shards(source, wanted, rank, manifest.tp, ties=ties, how=Reading(quiet=rank != 0))
+        resharded = {name: resharded.get(name, t) for name, t in self._weights.items()}
+        return write_weights(Path(folder), self._ctx.rank, resharded, save_id)
 
 
 def _memory(t: Tensor) -> int:
@@ -91,10 +91,10 @@ def _serve(rank: Rank, inputs: SharedBuffer, outputs: SharedBuffer, requests: Co
 
     def call(program: int, places: tuple[Place, ...]) -> tuple[tuple[Place, ...], float]:
         started = time.perf_counter()
-        found = rank.run(program, inputs.get(places))
+        results = rank.run(program, inputs.get(places))
         seconds = time.perf_counter() - started
         # the outputs are the same on all ranks: the first rank returns them
-        return outputs.put(found) if first else (), seconds
+        return outputs.put(results) if first else (), seconds
 
     while True:
         if first:

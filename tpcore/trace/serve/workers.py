@@ -70,8 +70,8 @@ class Workers:
             raise
 
     def _spawn(self, rank: int, job: dict[str, str]) -> None:
-        (requests, mine), (from_rank, replies) = Pipe(duplex=False), Pipe(duplex=False)
-        self._requests.append(mine)
+        (requests, to_rank), (from_rank, replies) = Pipe(duplex=False), Pipe(duplex=False)
+        self._requests.append(to_rank)
         self._replies.append(from_rank)
         self._poll.register(from_rank, select.POLLIN)
         fds = requests.fileno(), replies.fileno(), self._inputs.fd, self._outputs.fd

@@ -103,5 +103,5 @@ def device_mesh(ctx: ParallelContext, axes: dict[str, int]) -> DeviceMesh:
             known[key] = DeviceMesh.from_group(groups, kind, mesh=grid, mesh_dim_names=names)
         else:
             known[key] = DeviceMesh(kind, grid, mesh_dim_names=names)
-    found: DeviceMesh = known[key]
-    return found
+    device_mesh: DeviceMesh = known[key]
+    return device_mesh

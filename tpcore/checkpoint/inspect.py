@@ -45,8 +45,8 @@ class Inspected(NamedTuple):
 def inspect(path: StrPath, *, rules: Sequence[CutRule] = (), how: Reading | None = None) -> Inspected:
     """The tensors in a checkpoint of any form. For tpcore's own form, including other entries' tensors."""
     with opened(path, how or Reading(), rules) as source:
-        found = source.tensors() if isinstance(source, Native) else tensors_of(source, rules).items()
-        return Inspected(source.path, source.form, source.tp, source.pp, [_row(*named) for named in found])
+        tensors = source.tensors() if isinstance(source, Native) else tensors_of(source, rules).items()
+        return Inspected(source.path, source.form, source.tp, source.pp, [_row(*named) for named in tensors])
 
 
 def _row(name: str, stored: Stored) -> TensorRow:
@@ -77,18 +77,18 @@ def diff(
     """Compare the models in two checkpoints of any form and degree. Yields one entry per differing tensor."""
     how = how or Reading()
     with opened(a, how) as one, opened(b, how) as other:
-        mine, theirs = (tensors_of(s, rules) for s in (one, other))
-        progress.start(sum(map(nbytes_of, mine.values())))
-        for name in dict.fromkeys([*mine, *theirs]):
-            if name not in mine or name not in theirs:
-                where = one.path if name in mine else other.path
+        tensors, others = (tensors_of(s, rules) for s in (one, other))
+        progress.start(sum(map(nbytes_of, tensors.values())))
+        for name in dict.fromkeys([*tensors, *others]):
+            if name not in tensors or name not in others:
+                where = one.path if name in tensors else other.path
                 yield Difference(name, f"only in {where}", 0.0, 0.0)
-            elif mine[name].shape != theirs[name].shape:
-                yield Difference(name, f"shape {mine[name].shape} and {theirs[name].shape}", 0.0, 0.0)
+            elif tensors[name].shape != others[name].shape:
+                yield Difference(name, f"shape {tensors[name].shape} and {others[name].shape}", 0.0, 0.0)
             else:
-                yield from _values(name, mine[name], theirs[name])
-            if name in mine:
-                progress.add(nbytes_of(mine[name]))
+                yield from _values(name, tensors[name], others[name])
+            if name in tensors:
+                progress.add(nbytes_of(tensors[name]))
 
 
 def _values(name: str, a: Stored, b: Stored) -> Iterator[Difference]:
@@ -135,8 +135,8 @@ def _problems(source: Native, progress: Progress) -> Iterator[str]:
     for name in manifest.rank_dirs:
         folder = os.path.join(source.path, name)
         with naming("list", folder):
-            held = {f"{name}/{file}" for file in os.listdir(folder)}
-        for surplus in sorted(held - manifest.files.keys()):
+            files = {f"{name}/{file}" for file in os.listdir(folder)}
+        for surplus in sorted(files - manifest.files.keys()):
             yield f"{os.path.join(source.path, surplus)} is not listed in {MANIFEST}"
     for name, record in manifest.files.items():
         try:

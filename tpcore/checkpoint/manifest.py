@@ -132,12 +132,12 @@ def keep_last(target: str, n: int) -> None:
     number at the end. Those with higher numbers, from a run that went further, and directories of other programs stay.
     """
     parent, name = os.path.split(target)
-    mine = _NUMBERED.fullmatch(name)
-    if mine is None:
+    numbered = _NUMBERED.fullmatch(name)
+    if numbered is None:
         return
     with naming("list", parent):
         names = os.listdir(parent)
-    paths = [os.path.join(parent, other) for i, other in _numbered(names, mine[1]) if i < int(mine[2])]
+    paths = [os.path.join(parent, other) for i, other in _numbered(names, numbered[1]) if i < int(numbered[2])]
     older = [p for p in paths if not os.path.islink(p) and _is_checkpoint(p)]
     for path in older[n - 1 :]:
         # renamed first, so that no reader takes the half-removed directory for a checkpoint: to a name that the next

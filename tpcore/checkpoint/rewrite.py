@@ -55,10 +55,10 @@ def consolidate(
     peft's files are written, ``adapter_model.safetensors`` and what lies beside ``adapter_config.json``.
     """
     with opened(src, how or Reading(), rules) as source:
-        found, ties = once(tensors_of(source, rules), source.path)
-        tensors: Mapping[str, Writable] = found
+        unique, ties = once(tensors_of(source, rules), source.path)
+        tensors: Mapping[str, Writable] = unique
         if stored_as is not None:
-            tensors, ties = stored_as({**found, **{other: found[kept] for other, kept in ties.items()}}), {}
+            tensors, ties = stored_as({**unique, **{other: unique[kept] for other, kept in ties.items()}}), {}
         stem, end = ("pytorch_model", ".bin") if pickled else ("model", ".safetensors")
         files = divided(tensors, max_shard_size, "adapter_model" if adapter else stem, end)
         progress.start(sum(map(nbytes_of, tensors.values())))
@@ -167,12 +167,12 @@ def _new_files(out: str) -> Iterator[str]:
     """A directory to write in for ``out``. CheckpointError if ``out`` has files of weights already, or is a checkpoint:
     the next save there would leave old weights."""
     out = os.path.realpath(out)
-    held = os.listdir(out) if os.path.isdir(out) else []
-    if MANIFEST in held:
+    names = os.listdir(out) if os.path.isdir(out) else []
+    if MANIFEST in names:
         raise CheckpointError(f"{out} is a checkpoint: give another directory, or a new one inside it")
-    for name in sorted(held):
-        if name.startswith(("model.", "model-", "pytorch_model")):
-            raise CheckpointError(f"{os.path.join(out, name)} is there already: give another directory")
+    for other in sorted(names):
+        if other.startswith(("model.", "model-", "pytorch_model")):
+            raise CheckpointError(f"{os.path.join(out, other)} is there already: give another directory")
     with _beside(out) as stage:
         with naming("make the directory", stage):
             os.mkdir(stage)
@@ -215,8 +215,8 @@ def _write_shards(
     with closing(Staging(target, save_id, FORMAT)) as staging:
         for rank in range(mesh.size):
             at = mesh.coords(rank)
-            own = at["tp"] if not joined and source.tp == tp else None
-            stage = source.stage(at["pp"], own, cuts)
+            tp_rank = at["tp"] if not joined and source.tp == tp else None
+            stage = source.stage(at["pp"], tp_rank, cuts)
             bound = stage.bound(model=not joined)
             if bound and strict:
                 raise CheckpointError(f"{next(iter(bound.values()))}. It can be left out")

@@ -69,24 +69,24 @@ Cut = Layout | Literal["unknown"] | None
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """A tensor in shards, one for each rank of ``mesh``. ``own``: this rank's shard, if the degree is the same."""
+    """A tensor in shards, one for each rank of ``mesh``. ``position``: this rank's shard, if the degree is the same."""
 
     where: str
     cut: Cut
     mesh: Mesh
-    own: int | None
+    position: int | None
     shard: Callable[[int], Shard]  # opens it on demand: usually a rank needs only its own
 
     @classmethod
     def over_tp(
-        cls, where: str, cut: ShardSpec | None, m: int, own: int | None, shard: Callable[[int], Shard]
+        cls, where: str, cut: ShardSpec | None, m: int, tp_rank: int | None, shard: Callable[[int], Shard]
     ) -> Stored:
         """A tensor in shards of ``m`` tp ranks, for forms without other axes."""
-        return cls(where, None if cut is None else Layout.of(cut, "tp"), Mesh({"tp": m}), own, shard)
+        return cls(where, None if cut is None else Layout.of(cut, "tp"), Mesh({"tp": m}), tp_rank, shard)
 
     @property
     def first(self) -> Shard:
-        return self.shard(0 if self.own is None else self.own)
+        return self.shard(0 if self.position is None else self.position)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -99,7 +99,7 @@ class Stored:
 
     def kept(self, want: Layout | None, mesh: Mesh) -> bool:
         """Whether this rank's stored shard is already its part of layout ``want`` on ``mesh``."""
-        if self.own is None or any(mesh.axes.get(a, 1) != n for a, n in self.mesh.axes.items()):
+        if self.position is None or any(mesh.axes.get(a, 1) != n for a, n in self.mesh.axes.items()):
             return False
         if want is None or self.cut == want:
             return True
@@ -229,19 +229,21 @@ def _takes_pinned(device: torch.device) -> bool:
 
 def layout_of(t: Tensor, ctx: ParallelContext, where: str) -> Layout | None:
     """The layout of a parameter of a parallel layer; None for any other tensor."""
-    found = sharding(t)
-    if found is None:
+    mark = sharding(t)
+    if mark is None:
         return None
-    layout, mesh, axes = found.layout, found.ctx.mesh, found.axes
+    layout, mesh, axes = mark.layout, mark.ctx.mesh, mark.axes
     if axes and (not set(axes).isdisjoint({*DATA} - {"ep"}) or not set(axes) <= set(ctx.mesh.axes)):
-        mine = found.ctx.comm(*axes).group.members(found.ctx.rank)
-        held = [axis for axis in ctx.mesh.axes if axis not in DATA or axis == "ep"]
-        raise ValueError(f"{where} is cut over ranks {mine} of {axes}; a checkpoint holds what is cut over {held}")
-    if layout.cuts and found.ctx.place != ctx.place:
+        ranks = mark.ctx.comm(*axes).group.members(mark.ctx.rank)
+        axes_kept = [axis for axis in ctx.mesh.axes if axis not in DATA or axis == "ep"]
         raise ValueError(
-            f"{where} was built on mesh {dict(mesh.axes)} of rank {found.ctx.rank} and not on this one, "
+            f"{where} is cut over ranks {ranks} of {axes}; a checkpoint holds what is cut over {axes_kept}"
+        )
+    if layout.cuts and mark.ctx.place != ctx.place:
+        raise ValueError(
+            f"{where} was built on mesh {dict(mesh.axes)} of rank {mark.ctx.rank} and not on this one, "
             f"{dict(ctx.mesh.axes)} of rank {ctx.rank}: save and load a model under the context that it was built under"
         )
-    if tuple(t.shape) != found.local_shape:
-        raise ValueError(f"{where} has shape {tuple(t.shape)}, but its layer cuts {layout} to {found.local_shape}")
+    if tuple(t.shape) != mark.local_shape:
+        raise ValueError(f"{where} has shape {tuple(t.shape)}, but its layer cuts {layout} to {mark.local_shape}")
     return layout

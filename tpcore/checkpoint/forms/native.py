@@ -63,8 +63,8 @@ class Native(Source):
             raise CheckpointError(f"{path} has {size} bytes, not {record.size} as written: truncated or replaced")
         return path
 
-    def stage(self, pp_rank: int, own: int | None, cuts: Cuts) -> NativeStage:
-        return NativeStage(self, pp_rank, own)
+    def stage(self, pp_rank: int, tp_rank: int | None, cuts: Cuts) -> NativeStage:
+        return NativeStage(self, pp_rank, tp_rank)
 
     def entries_of_all(self, cuts: Cuts, names: Sequence[str] | None = None) -> NativeStage:
         return NativeStage(self, None, None, names)
@@ -132,11 +132,11 @@ class NativeStage(Stage):
     ``pp_rank`` is None. ``state``: the decoded state, with a Leaf for each tensor."""
 
     def __init__(
-        self, checkpoint: Native, pp_rank: int | None, own: int | None, names: Sequence[str] | None = None
+        self, checkpoint: Native, pp_rank: int | None, tp_rank: int | None, names: Sequence[str] | None = None
     ) -> None:
-        self._checkpoint, self._pp_rank, self._own = checkpoint, pp_rank or 0, own
+        self._checkpoint, self._pp_rank, self._tp_rank = checkpoint, pp_rank or 0, tp_rank
         self._alike: Sequence[int] = range(checkpoint.pp) if pp_rank is None else (pp_rank,)
-        self.state = checkpoint.rank(own or 0, pp_rank or 0).state
+        self.state = checkpoint.rank(tp_rank or 0, pp_rank or 0).state
         self._stored: dict[tuple[int, Leaf], Stored] = {}  # one object per stored tensor, also if tied
         self._entries: dict[Any, Any] = {}
         self._merged: set[Any] = set()  # keys of optimizers, whose states of all stages are put together
@@ -154,7 +154,7 @@ class NativeStage(Stage):
         return self._entries[key]
 
     def _of_stage(self, key: Any, stage: int) -> Any:
-        value = self._checkpoint.rank(self._own or 0, stage).state[key]
+        value = self._checkpoint.rank(self._tp_rank or 0, stage).state[key]
         return filled(value, Leaf, lambda leaf, path: self.stored(leaf, dotted(path), stage), (key,))
 
     @cached_property
@@ -180,7 +180,7 @@ class NativeStage(Stage):
         return _filled(top, fill)
 
     def bound(self, *, model: bool = False) -> Mapping[Any, str]:
-        if self._own is not None:
+        if self._tp_rank is not None:
             return {}
         reasons = {key: next(self._reasons(key), None) for key in self._keys(model)}
         return {key: why for key, why in reasons.items() if why is not None}
@@ -192,9 +192,9 @@ class NativeStage(Stage):
         degree = f"tp={tp}, pp={self._checkpoint.pp}" if several else f"tp={tp}"
         only = f"can be loaded only at the degree it was saved at, {degree}:"
         for stage, i in product(self._alike, range(tp)):
-            mine = self._checkpoint.rank(0, stage).state[key] if key in self._merged else self.state[key]
-            theirs = self._checkpoint.rank(i, stage).state.get(key)
-            a, b = (dict(leaves(value, (key,))) if theirs != mine else {} for value in (mine, theirs))
+            entry = self._checkpoint.rank(0, stage).state[key] if key in self._merged else self.state[key]
+            of_rank = self._checkpoint.rank(i, stage).state.get(key)
+            a, b = (dict(leaves(value, (key,))) if of_rank != entry else {} for value in (entry, of_rank))
             for path in a | b:
                 if repr(a.get(path, ...)) != repr(b.get(path, ...)):  # a nan is itself
                     other = f"{i} of stage {stage}" if several else f"{i}"
@@ -202,9 +202,9 @@ class NativeStage(Stage):
         tensors = [] if key in self._merged else [(p, t) for p, t in leaves(self.state[key], (key,)) if type(t) is Leaf]
         for stage, i in product(self._alike[1:], range(tp)):
             for path, leaf in tensors:
-                (mine, cut), (theirs, _) = (self._checkpoint.rank(i, s).tensor(leaf) for s in (0, stage))
+                (shard, cut), (of_stage, _) = (self._checkpoint.rank(i, s).tensor(leaf) for s in (0, stage))
                 over_stages = isinstance(cut, Layout) and "pp" in cut.axes
-                if not over_stages and (mine.shape, mine.crc32) != (theirs.shape, theirs.crc32):
+                if not over_stages and (shard.shape, shard.crc32) != (of_stage.shape, of_stage.crc32):
                     yield f"{dotted(path)} {only} stages 0 and {stage} hold different values"
         yield from (why for _, stored in _tensors(self.entry(key)) if (why := stored.bound()) is not None)
 
@@ -220,7 +220,7 @@ class NativeStage(Stage):
     def stored(self, leaf: Leaf, where: str, stage: int | None = None) -> Stored:
         stage = self._pp_rank if stage is None else stage
         if (stage, leaf) not in self._stored:
-            self._stored[stage, leaf] = self._opened(leaf, where, {"pp": stage, "tp": self._own or 0})
+            self._stored[stage, leaf] = self._opened(leaf, where, {"pp": stage, "tp": self._tp_rank or 0})
         return self._stored[stage, leaf]
 
     def _opened(self, leaf: Leaf, where: str, at: dict[str, int]) -> Stored:
@@ -246,7 +246,7 @@ class NativeStage(Stage):
                 )
             return other
 
-        return Stored(where, cut, mesh, None if self._own is None else here, shard_of)
+        return Stored(where, cut, mesh, None if self._tp_rank is None else here, shard_of)
 
 
 def _open(path: str, how: Reading, stack: ExitStack) -> Source | None:

@@ -190,13 +190,13 @@ class OptimumShards(PickledShards):
 
     def _of_tied(self, name: str, pp_rank: int) -> int | None:
         """The cut dim of a tensor that is recorded under another name, which has the same values on all ranks."""
-        mine = [self.read(file)[0][name] for file in self.files[pp_rank]]
-        if all(equal(t, mine[0]) for t in mine):
+        shards = [self.read(file)[0][name] for file in self.files[pp_rank]]
+        if all(equal(t, shards[0]) for t in shards):
             return None  # not cut: a buffer
         for stage, recorded in enumerate(self._recorded):
             every = [self.read(file)[0] for file in self.files[stage]]
             for other, dim in recorded.dims.items():
-                if all(equal(state.get(other), t) for state, t in zip(every, mine, strict=True)):
+                if all(equal(state.get(other), t) for state, t in zip(every, shards, strict=True)):
                     return dim
         return None
 
@@ -220,10 +220,10 @@ class OptimumShards(PickledShards):
 
     def _of_others(self, state: Mapping[str, Any], pp_rank: int) -> set[str]:
         """Names in a stage's file of other stages' parameters: some versions write them all, without values."""
-        mine = self._recorded[pp_rank].names
+        own_names = self._recorded[pp_rank].names
         every = {name for stage in self._recorded for name in stage.names}
         empty = {name for name, t in state.items() if isinstance(t, Tensor) and t.is_meta}
-        return ((every & state.keys()) | empty) - mine
+        return ((every & state.keys()) | empty) - own_names
 
 
 def _open(path: str, how: Reading, stack: ExitStack) -> Source | None:

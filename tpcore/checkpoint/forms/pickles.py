@@ -145,9 +145,9 @@ def _check_extent(path: str, top: Any) -> None:
         return seen[id(value)]
 
     items, size = measure(top, (), "")
-    held = sum(memory.values())
-    if items > _ITEMS or size > _TIMES * held + _REPEATED:
-        raise CheckpointError(f"{path} repeats what it holds to {items} items and {size} bytes, from {held} bytes")
+    loaded = sum(memory.values())
+    if items > _ITEMS or size > _TIMES * loaded + _REPEATED:
+        raise CheckpointError(f"{path} repeats what it holds to {items} items and {size} bytes, from {loaded} bytes")
 
 
 def unsound(path: str) -> Iterator[str]:

@@ -52,8 +52,8 @@ class RankFiles(Source):
         """Tensors that are stored only fused or reordered, and the stored names that they come from."""
         return [], set()
 
-    def stage(self, pp_rank: int, own: int | None, cuts: Cuts) -> Stage:
-        return _RankFilesStage(self, pp_rank, own, cuts)
+    def stage(self, pp_rank: int, tp_rank: int | None, cuts: Cuts) -> Stage:
+        return _RankFilesStage(self, pp_rank, tp_rank, cuts)
 
     def entries_of_all(self, cuts: Cuts, names: Sequence[str] | None = None) -> Stage:
         return _RankFilesStage(self, 0, None, cuts, [file for stage in self.files[1:] for file in stage])
@@ -62,22 +62,24 @@ class RankFiles(Source):
 class _RankFilesStage(Stage):
     """``alike``: files of other stages, whose entries other than the model this stage represents too."""
 
-    def __init__(self, source: RankFiles, pp_rank: int, own: int | None, cuts: Cuts, alike: Sequence[str] = ()) -> None:
-        self._source, self._pp_rank, self._own, self._cuts = source, pp_rank, own, cuts
+    def __init__(
+        self, source: RankFiles, pp_rank: int, tp_rank: int | None, cuts: Cuts, alike: Sequence[str] = ()
+    ) -> None:
+        self._source, self._pp_rank, self._tp_rank, self._cuts = source, pp_rank, tp_rank, cuts
         self._files = source.files[pp_rank]
         read = [source.read(file) for file in self._files]
         self._states = [state for state, _ in read]
         rests = [rest for _, rest in read] + [source.read(file)[1] for file in alike]
-        self._rest, self._bound = rests[own or 0], differing(rests) if own is None else []
+        self._rest, self._bound = rests[tp_rank or 0], differing(rests) if tp_rank is None else []
 
     def states(self) -> Sequence[Mapping[str, Any]]:
         return self._states
 
     def model(self, fill: Fill | None = None) -> State:
-        first = self._states[self._own or 0]
+        first = self._states[self._tp_rank or 0]
         for file, state in zip(self._files, self._states, strict=True):
             for name in sorted(state.keys() ^ first.keys()):
-                raise CheckpointError(f"{file} and {self._files[self._own or 0]} do not both have {name!r}")
+                raise CheckpointError(f"{file} and {self._files[self._tp_rank or 0]} do not both have {name!r}")
         model: State = {}
         originals, used = self._source.originals(self._states, self._pp_rank)
         for name, dim, pieces in originals:
@@ -112,7 +114,7 @@ class _RankFilesStage(Stage):
             )
         if cut is not None and cut.dim is not None:
             shards = in_order(shards, cut, f"{where}: {name!r}")
-        return Stored.over_tp(name, cut, tp, self._own, shards.__getitem__)
+        return Stored.over_tp(name, cut, tp, self._tp_rank, shards.__getitem__)
 
     def entries(self, fill: Fill, without: Collection[Any] = (), *, model: bool = False) -> Any:
         rest = {key: in_own_memory(value) for key, value in self._rest.items() if key not in without}
@@ -195,8 +197,8 @@ class PickledShards(RankFiles):
     form = "pickled shards"
 
     def read(self, file: str) -> tuple[Mapping[str, Any], Entries]:
-        found = top_of(file, self.how, _REFERENCES)
-        top = tree_map_only(TensorReference, lambda reference: _resolved(reference, file, self.how), found)
+        pickled = top_of(file, self.how, _REFERENCES)
+        top = tree_map_only(TensorReference, lambda reference: _resolved(reference, file, self.how), pickled)
         return parted({key: value for key, value in top.items() if key != "tp_rank"}, self.how, file)
 
 

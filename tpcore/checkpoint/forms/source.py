@@ -81,8 +81,8 @@ class Source(ABC):
     """Identifies one save, or is empty. All ranks of a job must have opened the same save."""
 
     @abstractmethod
-    def stage(self, pp_rank: int, own: int | None, cuts: Cuts) -> Stage:
-        """A stage for tp rank ``own``, or for no rank. ``cuts``: the cuts that the checkpoint lacks."""
+    def stage(self, pp_rank: int, tp_rank: int | None, cuts: Cuts) -> Stage:
+        """A stage for ``tp_rank``, or for no rank. ``cuts``: the cuts that the checkpoint lacks."""
 
     def entries_of_all(self, cuts: Cuts, names: Sequence[str] | None = None) -> Stage:
         """The entries for a job with another number of stages: those equal on all stages, and optimizers' states.

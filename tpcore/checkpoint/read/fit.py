@@ -126,8 +126,8 @@ class Fit:
 def misfits(name: str, stored: Any, want: Layout, dtype: torch.dtype, mesh: Mesh) -> Iterator[str]:
     """Why what is stored, if anything, cannot be loaded into a model's tensor of layout ``want`` on ``mesh``."""
     if not isinstance(stored, Stored):
-        found = "nothing" if stored is None else f"a {type(stored).__name__}"
-        yield f"{name!r}: the model has shape {want.shape}, the checkpoint {found}"
+        kind = "nothing" if stored is None else f"a {type(stored).__name__}"
+        yield f"{name!r}: the model has shape {want.shape}, the checkpoint {kind}"
     elif not stored.kept(want, mesh) and stored.shape != want.shape:
         cut = "" if not want.cuts else f", of which this rank holds {want.local_shape(mesh)}"
         yield f"{name!r}: the checkpoint has shape {stored.shape}, the model {want.shape}{cut}"

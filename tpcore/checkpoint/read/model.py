@@ -38,7 +38,7 @@ class Loading:
         self._n = axes.get("tp", 1)
         self._pp_rank, pp = (at.get("pp", 0), axes.get("pp", 1)) if sharded else (0, 1)
         self._restaged = source.pp != pp
-        self._own = at.get("tp", 0) if sharded and source.tp == self._n and not self._restaged else None
+        self._tp_rank = at.get("tp", 0) if sharded and source.tp == self._n and not self._restaged else None
         self._model: nn.Module | None = None
         self._target: Any = None
         self._key: Any = None
@@ -62,8 +62,10 @@ class Loading:
         if model is not None and names is None:
             names = [name for name, _ in model.named_parameters()]
         source, cuts = self._source, _cuts_of(model)
-        stage = source.entries_of_all(cuts, names) if self._restaged else source.stage(self._pp_rank, self._own, cuts)
-        recut = model is None and optimizer is not None and self._own is None and not self._restaged
+        stage = (
+            source.entries_of_all(cuts, names) if self._restaged else source.stage(self._pp_rank, self._tp_rank, cuts)
+        )
+        recut = model is None and optimizer is not None and self._tp_rank is None and not self._restaged
         if recut and (states := stage.states()) is not None:
             self._rest = stage.entries(self._fill, stage.bound() if self._sharded else ())
             self._rest[key] = cut_anew(states, optimizer, self._ctx, self._source.path)

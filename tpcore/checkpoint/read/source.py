@@ -58,11 +58,11 @@ def opened(path: StrPath, how: Reading, rules: Sequence[CutRule] = ()) -> Iterat
         yield source
 
 
-def model_of(source: Source, cuts: Cuts, own: int | None = None) -> State:
+def model_of(source: Source, cuts: Cuts, tp_rank: int | None = None) -> State:
     """The model of all pipeline stages. CheckpointError if two stages differ in a tensor."""
     model: State = {}
     for pp_rank in range(source.pp):
-        for name, item in source.stage(pp_rank, own, cuts).model().items():
+        for name, item in source.stage(pp_rank, tp_rank, cuts).model().items():
             if name in model and isinstance(item, Stored) and not _same(model[name], item):
                 raise CheckpointError(f"{source.path}: two pipeline stages hold {name!r} with different values")
             model.setdefault(name, item)

@@ -49,8 +49,8 @@ def bar(title: str, total: int, *, shown: bool) -> Iterator[Progress]:
         return
     from tqdm import tqdm
 
-    with tqdm(desc=title, total=total, unit="B", unit_scale=True, leave=False, dynamic_ncols=True) as made:
-        yield Progress(lambda done, _: made.update(done - made.n))
+    with tqdm(desc=title, total=total, unit="B", unit_scale=True, leave=False, dynamic_ncols=True) as bar:
+        yield Progress(lambda done, _: bar.update(done - bar.n))
 
 
 MANIFEST = "manifest.json"
@@ -210,12 +210,12 @@ def loads(data: bytes, path: str, *, halves: bool = False) -> Any:
     """Parse strict JSON, without NaN and infinity. ``halves``: strings may contain lone surrogates, as values of a
     state may. Names of files may not."""
     try:
-        found = json.loads(data, parse_constant=_finite, parse_float=_finite)
+        parsed = json.loads(data, parse_constant=_finite, parse_float=_finite)
         if not halves and b"\\u" in data:
-            json.dumps(found, ensure_ascii=False).encode()
+            json.dumps(parsed, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as e:  # ValueError: bad UTF-8 and bad JSON alike
         raise CheckpointError(f"{path} is damaged: {e}") from e
-    return found
+    return parsed
 
 
 def format_of(folder: str) -> object:

@@ -52,10 +52,10 @@ def resolve(target: str) -> str:
     return target
 
 
-def _unlock(held: IO[bytes] | None) -> None:
-    if held is not None:
-        with held, suppress(OSError):
-            os.unlink(held.name)
+def _unlock(lock: IO[bytes] | None) -> None:
+    if lock is not None:
+        with lock, suppress(OSError):
+            os.unlink(lock.name)
 
 
 def _lock(target: str) -> IO[bytes] | None:
@@ -131,18 +131,18 @@ def _refuse_other_files(target: str, format: str, also: Collection[str], others_
     if not os.path.lexists(target):
         return
     with naming("list", target):
-        names, mine = sorted(os.listdir(target)), sorted(_owned(target, also))
-    wrong = [] if others_stay else [name for name in names if name not in mine]
+        names, owned = sorted(os.listdir(target)), sorted(_owned(target, also))
+    wrong = [] if others_stay else [name for name in names if name not in owned]
     if MANIFEST not in names:
-        wrong += mine
+        wrong += owned
     else:
         try:
-            found = format_of(target)
+            written = format_of(target)
         except CheckpointError as e:
             raise CheckpointError(f"cannot save to {target}: {e}; give another name, or remove it") from e
-        if found != format:
+        if written != format:
             raise CheckpointError(
-                f"cannot save to {target}: {os.path.join(target, MANIFEST)} is of the format {found!r}, and saving "
+                f"cannot save to {target}: {os.path.join(target, MANIFEST)} is of the format {written!r}, and saving "
                 f"would replace the directory by one of the format {format!r}: give another name"
             )
     if wrong:
@@ -224,12 +224,12 @@ class Staging:
 
 def _clean_up(target: str, also: Collection[str]) -> None:
     """Finish or remove what killed saves to ``target`` have left. The caller holds its lock."""
-    found = resolve(target)
-    if found != target:
-        with naming("put in place", found):
-            also = {*also, *os.listdir(found)}  # of another kind of save: a complete one has what it wrote, and no more
+    complete = resolve(target)
+    if complete != target:
+        with naming("put in place", complete):
+            also = {*also, *os.listdir(complete)}  # of another kind of save: a complete one has what it wrote alone
             os.makedirs(target, exist_ok=True)
-            _link_in(found, target, also)
+            _link_in(complete, target, also)
         sync_dir(os.path.dirname(target))
     for left in (*_siblings(target, "saving"), *_siblings(target, "replaced")):
         shutil.rmtree(left, ignore_errors=True)
@@ -240,15 +240,15 @@ def _clean_up_abandoned(target: str, also: Collection[str]) -> None:
     parent, name = os.path.split(target)
     stem = re.escape(name.rstrip("0123456789"))
     pattern = re.compile(rf"\.({stem}\d+)\.(lock$|saving-|replaced-)")
-    found = {match[1] for other in os.listdir(parent) if (match := pattern.match(other))}
-    for other in sorted(found - {name}):
+    names = {match[1] for other in os.listdir(parent) if (match := pattern.match(other))}
+    for other in sorted(names - {name}):
         with suppress(CheckpointError):  # of a job that saves there at this moment
-            held = _lock(os.path.join(parent, other))
-            if held is not None:
+            lock = _lock(os.path.join(parent, other))
+            if lock is not None:
                 try:
                     _clean_up(os.path.join(parent, other), also)
                 finally:
-                    _unlock(held)
+                    _unlock(lock)
 
 
 def _exchange(a: str, b: str) -> bool:

@@ -49,10 +49,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    found = getattr(torch, name, None) if re.fullmatch(r"[a-z0-9_]+", name) else None
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, name, None) if re.fullmatch(r"[a-z0-9_]+", name) else None
+    if not isinstance(dtype, torch.dtype):
         raise ValueError(f"torch {torch.__version__} has no dtype {name!r}")
-    return found
+    return dtype
 
 
 def bytes_of(t: Tensor) -> memoryview:
@@ -224,9 +224,11 @@ class FileTensor:
         self.file.sound.add(self.name)
 
     def _compare(self, crc: int) -> None:
-        found = crc32_text(crc)
-        if found != self.crc32:
-            raise CheckpointError(f"{self.file.path}: {self.name!r} is damaged: its crc32 is {found}, not {self.crc32}")
+        actual = crc32_text(crc)
+        if actual != self.crc32:
+            raise CheckpointError(
+                f"{self.file.path}: {self.name!r} is damaged: its crc32 is {actual}, not {self.crc32}"
+            )
 
     def read(self, starts: Sequence[int], out: Tensor, check: bool) -> None:
         """Fill ``out``, a CPU tensor, with the region at ``starts``. ``check``: compare a whole tensor's checksum."""

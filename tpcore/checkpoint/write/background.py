@@ -55,7 +55,7 @@ class _Background:
         save, began = self._save, time.monotonic()
         _log.info("saving %s", save.target)
         try:
-            mine = save.write()
+            written = save.write()
         finally:  # an error leaves here when no rank writes any more
             others = [self._wait_for_report(rank) for rank in range(1, save.ctx.mesh.size)]
         for rank, data in enumerate(others, 1):
@@ -66,7 +66,7 @@ class _Background:
             if isinstance(report, dict):
                 raise CheckpointError(f"rank {rank}: {report['error']}")
             os.unlink(self._report_path(rank))
-        save.put_together([mine, *others])
+        save.put_together([written, *others])
         _log.info("saved %s in %.1f s", save.target, time.monotonic() - began)
 
     def _follow(self) -> None:

@@ -108,8 +108,8 @@ class Save:
         # rank 0's path counts: a relative path may differ between ranks
         at = ctx.mesh.coords(ctx.rank)
         tables: Tables = {} if self._part is None else _outline(self._part, at.get("pp", 0), at.get("tp", 0))
-        mine = [uuid.uuid4().hex, os.path.realpath(save_dir), str(options), _digests_of(tables)]
-        ids, targets, every, digests = zip(*gather(mine, ctx.world), strict=True)
+        request = [uuid.uuid4().hex, os.path.realpath(save_dir), str(options), _digests_of(tables)]
+        ids, targets, every, digests = zip(*gather(request, ctx.world), strict=True)
         self.save_id, self.target = ids[0], targets[0]
         text = "ranks save in different ways: rank 0 with {}, rank {} with {}"
         agree(every, lambda rank, first, other: ValueError(text.format(first, rank, other)))
@@ -216,7 +216,7 @@ def _digests_of(tables: Tables) -> dict[str, str]:
     return {scope: hashlib.sha256(text.encode()).hexdigest()[:32] for scope, text in texts.items()}
 
 
-def _check_agreement(path: str, mine: Tables, digests: Sequence[Mapping[str, str]], world: Comm) -> None:
+def _check_agreement(path: str, tables: Tables, digests: Sequence[Mapping[str, str]], world: Comm) -> None:
     """CheckpointError, on all ranks, if the ranks' parts of the save ``path`` do not fit together: where their
     ``digests`` differ, all ranks exchange the tables. A rank that writes nothing has no digests."""
     first: dict[str, int] = {}
@@ -228,11 +228,11 @@ def _check_agreement(path: str, mine: Tables, digests: Sequence[Mapping[str, str
     ]
     if not pairs:
         return
-    tables = gather(mine, world)
+    tables_of = gather(tables, world)
     lines = []
     for scope, a, b in pairs:
-        for key in sorted(tables[a][scope].keys() | tables[b][scope].keys()):
-            x, y = (tables[rank][scope].get(key) for rank in (a, b))
+        for key in sorted(tables_of[a][scope].keys() | tables_of[b][scope].keys()):
+            x, y = (tables_of[rank][scope].get(key) for rank in (a, b))
             optional = (x or y)[1] and None in (x, y)
             if x != y and not optional:
                 texts = [f"rank {rank} has {'none' if of is None else of[0]}" for rank, of in ((a, x), (b, y))]

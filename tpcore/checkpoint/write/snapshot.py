@@ -159,9 +159,9 @@ class Part:
             file = f"{written.partition('.')[0]}.safetensors"
             yield file, name, self.files[file][name], written
 
-    def gather(self, mine: Mapping[str, Mapping[str, StateTensor]]) -> None:
+    def gather(self, entries_by_file: Mapping[str, Mapping[str, StateTensor]]) -> None:
         """Gather tensors that are split over dp ranks, and keep those that this rank writes. Collective over dp."""
-        kept = {id(entry) for entries in mine.values() for entry in entries.values()}
+        kept = {id(entry) for entries in entries_by_file.values() for entry in entries.values()}
         for entries in self.files.values():
             for entry in entries.values():
                 entry.gather(keep=id(entry) in kept)
@@ -178,9 +178,9 @@ def total_of(files: Mapping[str, Mapping[str, Entry]]) -> int:
 
 def _unused(name: str, used: Iterable[str]) -> str:
     """``name``, with a number if it is taken. Case is ignored, as on some file systems."""
-    taken = {u.lower() for u in used}
+    lowercase = {u.lower() for u in used}
     candidate, i = name, 1
-    while candidate.lower() in taken:
+    while candidate.lower() in lowercase:
         i += 1
         candidate = f"{name}-{i}"
     return candidate
@@ -241,8 +241,8 @@ def _name(
     for name, t in model_tensors(state):
         if isinstance(name, str):
             names.setdefault(ctx.backend.memory_of(t), name)
-    for group, mine in zip(saved["param_groups"], optimizer.param_groups, strict=True):
-        known = [names.get(ctx.backend.memory_of(p)) for p in mine["params"]]
+    for group, current in zip(saved["param_groups"], optimizer.param_groups, strict=True):
+        known = [names.get(ctx.backend.memory_of(p)) for p in current["params"]]
         if group.get("param_names") or not known:
             continue
         if None not in known:
@@ -272,9 +272,9 @@ def _cuts_of(state: Any, ctx: ParallelContext, known: Mapping[int, Layout]) -> C
         names = dict(parameter_names(optimizer["param_groups"]))
         for index, value in _tensors_of(optimizer):
             if value.ndim:  # others count steps
-                found = [*layouts[names.get(index, "")]]
-                fits = len(found) == 1 and tuple(value.shape) == found[0].local_shape(ctx.mesh)
-                cuts[id(value)] = found[0] if fits else "unknown"
+                candidates = [*layouts[names.get(index, "")]]
+                fits = len(candidates) == 1 and tuple(value.shape) == candidates[0].local_shape(ctx.mesh)
+                cuts[id(value)] = candidates[0] if fits else "unknown"
 
     def cut_of(t: Tensor, where: str) -> Cut:
         return known.get(id(t)) or layout_of(marked.get(memory_of(t), t), ctx, where) or cuts.get(id(t))

@@ -163,8 +163,8 @@ class ThreadWorld(RankThreads):
         call = Call.of(self.met[members, rank], op, x.shape, x.dtype, call_place())
         # a copy: this rank may go on and change x before the others wake up and read it
         every = self.meet(members, rank, call, x.detach().clone(memory_format=torch.contiguous_format))
-        calls = [theirs for theirs, _ in every]
-        if any(theirs != call for theirs in calls):
+        calls = [other for other, _ in every]
+        if any(other != call for other in calls):
             raise CollectiveMismatchError(disagreement(calls, members))
         return [tensor for _, tensor in every]
 

@@ -81,8 +81,10 @@ def _pairs(model: nn.Module, whole: nn.Module, names: Mapping[str, str]) -> list
 def _run(model: nn.Module, inputs: Any, loss: Callable[[Any], Tensor] | None) -> dict[str, Tensor | None]:
     """One forward and backward: the tensors of the output, the loss, the gradients of the inputs."""
     model.zero_grad()
-    given = _copied(inputs)
-    output = model(**given) if isinstance(given, Mapping) else model(*([given] if isinstance(given, Tensor) else given))
+    copied = _copied(inputs)
+    output = (
+        model(**copied) if isinstance(copied, Mapping) else model(*([copied] if isinstance(copied, Tensor) else copied))
+    )
     values: dict[str, Tensor | None] = dict(_tensors("output", output))
     total = getattr(output, "loss", None) if loss is None else loss(output)
     if total is None:
@@ -90,7 +92,7 @@ def _run(model: nn.Module, inputs: Any, loss: Callable[[Any], Tensor] | None) ->
     else:
         values["loss"] = total
     total.backward()
-    leaves = [(name, x) for name, x in _tensors("input", given) if x.requires_grad]
+    leaves = [(name, x) for name, x in _tensors("input", copied) if x.requires_grad]
     return values | {f"the gradient of {name}": x.grad for name, x in leaves}
 
 
@@ -135,8 +137,8 @@ def _difference(value: _Value, tolerance: float | None, least: float) -> str | N
     _, got, want, parameter = value
     if got is None or want is None:
         return None if got is want else "differs: only " + ("its twin has one" if got is None else "it has one")
-    found = None if parameter is None else sharding(parameter)
-    layout, ctx = (Layout(tuple(got.shape)), current()) if found is None else (found.layout, found.ctx)
+    mark = None if parameter is None else sharding(parameter)
+    layout, ctx = (Layout(tuple(got.shape)), current()) if mark is None else (mark.layout, mark.ctx)
     if layout.shape != tuple(want.shape):
         return f"differs: its shape is {layout.shape}, in the twin {tuple(want.shape)}"
     if tolerance is None:

@@ -43,13 +43,13 @@ class Wrong(list[str]):
 
 
 class RankCheck:
-    """A check on this rank: its group, over tp unless another is given, and what it has ``found``."""
+    """A check on this rank: its group, over tp unless another is given, and what it has found ``wrong``."""
 
-    def __init__(self, ctx: ParallelContext, comm: Comm | None = None, found: Wrong | None = None) -> None:
+    def __init__(self, ctx: ParallelContext, comm: Comm | None = None, wrong: Wrong | None = None) -> None:
         self.ctx, self.comm = ctx, comm or ctx.comm("tp")
         self.size, self.me = self.comm.size, int(self.comm.position.cpu().reshape(-1)[0])
         self.k = multiple(self.size)
-        self.found = Wrong() if found is None else found
+        self.wrong = Wrong() if wrong is None else wrong
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
@@ -58,12 +58,12 @@ class RankCheck:
 
     def expect(self, holds: bool, message: str) -> None:
         if not holds:
-            self.found.append(f"{message} on rank {self.ctx.rank}")
+            self.wrong.append(f"{message} on rank {self.ctx.rank}")
 
     def same(self, what: str, got: Tensor, want: Tensor) -> None:
         """Expect equal bits, dtype and shape."""
         if problem := differs(got, want):
-            self.found.append(f"{what} on rank {self.ctx.rank} {problem}")
+            self.wrong.append(f"{what} on rank {self.ctx.rank} {problem}")
 
     def every(self, made: Made) -> list[Tensor]:
         return [made(p) for p in range(self.size)]
@@ -78,8 +78,8 @@ class RankCheck:
     def only(self, name: str, sent: Made | list[Tensor], note: str) -> None:
         """Check all calls of one primitive on tensors by position; what a function makes keeps its memory format."""
         for how, call, want in self.calls(name, self.every(sent) if callable(sent) else sent):
-            mine = sent(self.me) if callable(sent) else sent[self.me].clone()
-            self.same(f"{name} {how} of {note}", call(mine.to(self.ctx.device)), want)
+            local = sent(self.me) if callable(sent) else sent[self.me].clone()
+            self.same(f"{name} {how} of {note}", call(local.to(self.ctx.device)), want)
 
     def spread(self, shape: tuple[int, ...], primitive: str, dtype: torch.dtype) -> list[Tensor]:
         """Numbers from all of the dtype's range. Bits, if they are only moved."""
@@ -94,9 +94,9 @@ def check(
     """A check of (ctx, ...), made of one that writes to a ``RankCheck``."""
 
     def run(ctx: ParallelContext, /, *args: Arguments.args, **named: Arguments.kwargs) -> Wrong:
-        own = RankCheck(ctx)
-        body(own, *args, **named)
-        return own.found
+        check = RankCheck(ctx)
+        body(check, *args, **named)
+        return check.wrong
 
     update_wrapper(run, body)
     return run
@@ -143,14 +143,14 @@ def _arguments(primitive: Primitive, shape: torch.Size, n: int) -> Iterator[dict
     """Arguments to try on a tensor of this shape in a group of ``n``."""
     names = [name for name in primitive.arguments if name != "concat_dim"]
     for chosen in itertools.product(*(_TRIED[name](len(shape), n) for name in names)):
-        given = dict(zip(names, chosen, strict=True))
-        if primitive.divides and shape[given[primitive.divides]] % n:
+        options = dict(zip(names, chosen, strict=True))
+        if primitive.divides and shape[options[primitive.divides]] % n:
             continue
-        if "split_dim" not in given:
-            yield given
+        if "split_dim" not in options:
+            yield options
             continue
-        for concat in range(len(shape)) if given["split_dim"] >= 0 else [-1]:
-            yield given | {"concat_dim": concat}
+        for concat in range(len(shape)) if options["split_dim"] >= 0 else [-1]:
+            yield options | {"concat_dim": concat}
 
 
 def calls(comm: Comm, name: str, every: list[Tensor], count: int | None = None) -> Calls:
@@ -158,8 +158,8 @@ def calls(comm: Comm, name: str, every: list[Tensor], count: int | None = None) 
     me, ndim = int(comm.position.cpu()), every[0].ndim
     of, fixed = _VARIANTS.get(name, (name, {}))
     primitive, out = PRIMITIVES_BY_NAME[of], []
-    for given in itertools.islice(_arguments(primitive, every[0].shape, comm.size), count):
-        chosen = given | fixed
+    for options in itertools.islice(_arguments(primitive, every[0].shape, comm.size), count):
+        chosen = options | fixed
         # in the transport's form: dims are not negative, and a member that sends nothing has target -1
         plain = [_plain(k, v, ndim) for k, v in chosen.items()]
         want = primitive.meaning(every, me, *plain)
@@ -174,10 +174,10 @@ def _plain(name: str, value: Any, ndim: int) -> Any:
     return tuple(-1 if t is None else t for t in value) if name == "to" else value
 
 
-def _call(comm: Comm, name: str, of: str, given: dict[str, Any]) -> Callable[[Tensor], Tensor]:
+def _call(comm: Comm, name: str, of: str, options: dict[str, Any]) -> Callable[[Tensor], Tensor]:
     if name.startswith("start_"):
-        return lambda x: getattr(comm, name)(x, **given)()
-    return partial(getattr(comm, of), **given)
+        return lambda x: getattr(comm, name)(x, **options)()
+    return partial(getattr(comm, of), **options)
 
 
 def differs(got: Tensor, want: Tensor) -> str:
@@ -261,9 +261,9 @@ def groups(t: RankCheck, primitive: str) -> None:
         if comm.size == 1:
             continue
         members = ctx.mesh.group(*names, within=within).members(ctx.rank)
-        of = RankCheck(ctx, comm, t.found)
+        of = RankCheck(ctx, comm, t.wrong)
         if of.size != len(members) or members[of.me] != ctx.rank:
-            t.found.append(f"rank {ctx.rank} is at {of.me} of {of.size} in {names} group {members}")
+            t.wrong.append(f"rank {ctx.rank} is at {of.me} of {of.size} in {names} group {members}")
             continue
         of.only(primitive, [values((of.k, 4), r, torch.float32) for r in members], f"{(of.k, 4)} over {names}")
 
@@ -285,8 +285,8 @@ def many(t: RankCheck, method: str, count: int) -> None:
     n = t.size if divides(method) else 1
     inputs = [[torch.full((n,), p + 100.0 * r) for p in range(t.size)] for r in range(7)]
     tried = [calls(t.comm, method, every, 1)[0] for every in inputs]
-    mine = [every[t.me].to(t.ctx.device) for every in inputs]
-    results = [tried[i % 7][1](mine[i % 7]) for i in range(count)]
+    local = [every[t.me].to(t.ctx.device) for every in inputs]
+    results = [tried[i % 7][1](local[i % 7]) for i in range(count)]
     wrong = [i for i, y in enumerate(results) if differs(y, tried[i % 7][2])]
     for i in wrong[:1]:
         t.same(f"call {i + 1} of {count} {method} of {n} elements", results[i], tried[i % 7][2])

@@ -115,11 +115,11 @@ def _some(n: int, position: int, dtype: torch.dtype, size: int) -> Tensor:
 
 def _sums(t: RankCheck, every: list[Tensor], note: str) -> None:
     comm, stack, dtype = t.comm, torch.stack(every), every[0].dtype
-    x, mine = t.mine(every), slice(None)
-    sums: dict[str, tuple[Callable[[], Tensor], slice]] = {"all_reduce": (lambda: comm.all_reduce(x), mine)}
+    x, whole = t.mine(every), slice(None)
+    sums: dict[str, tuple[Callable[[], Tensor], slice]] = {"all_reduce": (lambda: comm.all_reduce(x), whole)}
     if comm.eager:
         chunk = len(x) // t.size
-        sums["start_all_reduce"] = (lambda: comm.start_all_reduce(x)(), mine)  # noqa: PLW0108
+        sums["start_all_reduce"] = (lambda: comm.start_all_reduce(x)(), whole)  # noqa: PLW0108
         sums["reduce_scatter"] = (lambda: comm.reduce_scatter(x, 0), slice(t.me * chunk, (t.me + 1) * chunk))
     for name, (call, part) in sums.items():
         first, second = (call().cpu() for _ in range(2))
@@ -143,13 +143,13 @@ def started(t: RankCheck) -> None:
     """A failure is in when a method that starts reads its input, or in a second wait."""
     n, ring = t.size, [*range(1, t.size), 0]
     for dtype, length in product([d for d in t.dtypes if d is not torch.bool], (8, 100_000)):
-        own = (t.comm.position + 1).to(dtype).repeat(length)
+        local = (t.comm.position + 1).to(dtype).repeat(length)
         total = torch.full((length,), n * (n + 1) // 2, dtype=dtype)
         before = ((t.comm.position.cpu() - 1) % n + 1).to(dtype).repeat(length)
         starts: dict[str, tuple[Callable[[Tensor], Pending], Tensor, Tensor]] = {
-            "start_all_reduce": (t.comm.start_all_reduce, own.clone(), total),
-            "start_reduce_scatter": (partial(t.comm.start_reduce_scatter, dim=0), own.repeat(n), total),
-            "start_permute": (partial(t.comm.start_permute, to=ring), own.clone(), before),
+            "start_all_reduce": (t.comm.start_all_reduce, local.clone(), total),
+            "start_reduce_scatter": (partial(t.comm.start_reduce_scatter, dim=0), local.repeat(n), total),
+            "start_permute": (partial(t.comm.start_permute, to=ring), local.clone(), before),
         }
         for name, (start, x, want) in starts.items():
             wait = start(x)
@@ -177,8 +177,8 @@ def interleaved(t: RankCheck) -> None:
     comms = [ctx.comm(a) for a, n in ctx.mesh.axes.items() if n > 1] + [ctx.comm(*ctx.mesh.axes)]
     ranks = [ctx.mesh.group(*c.group.axes).members(ctx.rank) for c in comms]
     for turn in range(2):
-        own = [torch.full((6,), ctx.rank + i + turn).float().to(ctx.device) for i in range(len(comms))]
-        waits = [comm.start_all_reduce(x) for comm, x in zip(comms, own, strict=True)]
+        inputs = [torch.full((6,), ctx.rank + i + turn).float().to(ctx.device) for i in range(len(comms))]
+        waits = [comm.start_all_reduce(x) for comm, x in zip(comms, inputs, strict=True)]
         for a, b in pairwise(comms):
             a.all_gather(torch.zeros(2, device=ctx.device), 0)
             b.all_gather(torch.zeros(3, device=ctx.device), 0)

@@ -31,7 +31,7 @@ def told(messages: Sequence[str], comm: Comm) -> list[list[str]]:
     rows = torch.zeros(comm.size, len(mine))  # float32 has every byte, and every backend sums it
     rows[me] = mine
     device = comm.position.device
-    found = [_unpacked(mine) if rank == me else None for rank in range(comm.size)]
+    rows_by_rank = [_unpacked(mine) if rank == me else None for rank in range(comm.size)]
     ways: tuple[Callable[[], Tensor], ...] = (
         lambda: comm.all_gather(rows[me].unsqueeze(0).to(device), 0),
         lambda: comm.all_reduce(rows.to(device)),
@@ -39,14 +39,14 @@ def told(messages: Sequence[str], comm: Comm) -> list[list[str]]:
     )
     for way in ways:  # all on every rank: what has arrived on one says nothing about the others
         try:
-            arrived = zip(found, way().cpu(), strict=True)
-            found = [_unpacked(row) if old is None else old for old, row in arrived]
+            arrived = zip(rows_by_rank, way().cpu(), strict=True)
+            rows_by_rank = [_unpacked(row) if old is None else old for old, row in arrived]
         except BackendError:
             raise
         except Exception:  # noqa: BLE001  whatever a wrong result leads to: the next way
             continue
     lost = "its messages did not arrive: all_gather, all_reduce and reduce_scatter are all wrong"
-    return [[f"rank {rank}: {lost}"] if row is None else row for rank, row in enumerate(found)]
+    return [[f"rank {rank}: {lost}"] if row is None else row for rank, row in enumerate(rows_by_rank)]
 
 
 def _packed(messages: Sequence[str]) -> Tensor:
@@ -97,13 +97,13 @@ class Launched:
             with use(ctx), self._within(limit, what):
                 if first:
                     self._choose_checks()
-                found, failed = fn(ctx, *args), False
+                wrongs_here, failed = fn(ctx, *args), False
         except Exception as e:  # noqa: BLE001  sent to the other ranks, which would go on to the next test
-            found, failed = [f"rank {self.rank}: {type(e).__name__}: {e}"], True
-            limit, what = self._grace, f"{found[0]}\nThe other ranks did not come to hear of it"
+            wrongs_here, failed = [f"rank {self.rank}: {type(e).__name__}: {e}"], True
+            limit, what = self._grace, f"{wrongs_here[0]}\nThe other ranks did not come to hear of it"
         try:
             with self._within(limit, what):
-                every = told(found, ctx.world)
+                every = told(wrongs_here, ctx.world)
             self._findings += [f"{settings.TEST.text()}: {wrongs[0]}" for wrongs in every if wrongs][:1]
             return every
         except BackendError:  # a backend that compares calls: the others are in another collective

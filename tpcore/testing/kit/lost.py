@@ -145,8 +145,8 @@ def _findings(plan: Losses, way: str, lifeline: int, timeout: float, log: Path) 
                 f"set starts = False if a launcher has to start them\n{_end(log)}"
             ]
         _wait(left, 2, timeout + plan.slack, lifeline)
-        found = [(r, r.finding(timeout)) for r in left]
-        return [f"rank {r.lost} is {r.way} in {r.method}, and rank {r.number} {f}" for r, f in found if f]
+        findings = [(r, r.finding(timeout)) for r in left]
+        return [f"rank {r.lost} is {r.way} in {r.method}, and rank {r.number} {f}" for r, f in findings if f]
     finally:
         for rank in ranks:
             rank.process.kill()
@@ -175,16 +175,16 @@ def _end(log: Path) -> str:
 
 def main(lifeline: str, name: str) -> None:
     torch.set_num_threads(1)
-    folder, found = Path(name), list[str]()
+    folder, findings = Path(name), list[str]()
     plan: Losses = pickle.loads((folder / "plan").read_bytes())
     # a rank that others keep from its first call is not lost: other work, and the three processes of each job here,
     # which mostly wait
     busy = os.getloadavg()[0] + len(plan.methods) / 2
     timeout = TIMEOUT * min(8.0, max(1.0, busy / (os.cpu_count() or 1)))
     for way in plan.ways:
-        if not found:  # one is enough: the other ranks of the kit's own job wait no longer than their time-out
-            found = _findings(plan, way, int(lifeline), timeout, folder / "log")
-    (folder / "findings").write_bytes(pickle.dumps(found))
+        if not findings:  # one is enough: the other ranks of the kit's own job wait no longer than their time-out
+            findings = _findings(plan, way, int(lifeline), timeout, folder / "log")
+    (folder / "findings").write_bytes(pickle.dumps(findings))
 
 
 if __name__ == "__main__":

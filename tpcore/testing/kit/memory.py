@@ -150,9 +150,9 @@ class _Mallinfo2(ctypes.Structure):
 
 def _allocated() -> int | None:
     """Bytes in use by glibc's and Python's allocators (64 a small object); None where the C library does not tell."""
-    found = getattr(ctypes.CDLL(None), "mallinfo2", None)
-    if found is None:
+    mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if mallinfo is None:
         return None
-    found.restype = _Mallinfo2
-    numbers = found().numbers
+    mallinfo.restype = _Mallinfo2
+    numbers = mallinfo().numbers
     return int(numbers[4] + numbers[7]) + 64 * sys.getallocatedblocks()

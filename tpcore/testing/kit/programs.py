@@ -44,7 +44,7 @@ def random_streams(t: RankCheck) -> None:
     first = [draw(), sharded(), draw()]
     tpcore.random.set_state(state)
     again = [draw(), sharded(), draw()]
-    t.found.measure("what a restored random state draws again", torch.stack(again), torch.stack(first))
+    t.wrong.measure("what a restored random state draws again", torch.stack(again), torch.stack(first))
     alike = [[torch.equal(r, x) for r in t.comm.all_gather(x.unsqueeze(0), 0)] for x in first]
     t.expect(all(alike[0] + alike[2]), "replicated dropout differs between tp ranks,")
     t.expect(sum(alike[1]) == 1, "sharded dropout is the same on two tp ranks,")
@@ -82,7 +82,7 @@ def checkpoint_round_trip(t: RankCheck) -> None:
         tpcore.checkpoint.save(net.state_dict(), folder / "saved")
         tpcore.checkpoint.load(folder / "saved", model=other)
     for (name, a), b in zip(net.named_parameters(), other.parameters(), strict=True):
-        t.found.measure(f"{name} as it was read back", b, a)
+        t.wrong.measure(f"{name} as it was read back", b, a)
 
 
 class _Example:
@@ -152,8 +152,8 @@ def _measure_program(t: RankCheck, example: _Example, folder: Path) -> None:
             ids = example.ids(batch, first)
             what = f"the traced model at batch {batch}, {change}, on rank {t.ctx.rank}"
             for part, got, want in zip(("", ", its part"), program([ids]), example.wanted(ids), strict=True):
-                t.found.measure(what + part, got, want, NEAR)
+                t.wrong.measure(what + part, got, want, NEAR)
         for x in (*weights.values(), *example.plain.parameters()):
             x.mul_(0.5)
     for got, copy in zip(earlier, copies, strict=True):
-        t.found.measure(f"an output on rank {t.ctx.rank} after later calls", got, copy)
+        t.wrong.measure(f"an output on rank {t.ctx.rank} after later calls", got, copy)

@@ -45,7 +45,7 @@ def transpose_law(t: RankCheck, name: str) -> None:
     y = _whole_numbers(t, out.shape, 2, target)
     out.backward(y)
     if x.grad is None:
-        t.found.append(f"{name}: no gradient")
+        t.wrong.append(f"{name}: no gradient")
         return
     _equal(t, name, _inner(t, out.detach(), y, target), _inner(t, x.detach(), x.grad, source))
 
@@ -195,7 +195,7 @@ def _equal_steps(t: RankCheck, how: str, run: Callable[[Bert, Tensor], Tensor]) 
     def compare(what: str, got: Tensor, want: Tensor, own: Tensor) -> None:
         want = want.double()
         u = torch.finfo(torch.float32).eps * max(RATE * MAX_NORM, float(want.abs().max()))
-        t.found.measure(f"BERT: {what}{how}", got, want, 8 * max(float((own.double() - want).abs().max()), u))
+        t.wrong.measure(f"BERT: {what}{how}", got, want, 8 * max(float((own.double() - want).abs().max()), u))
 
     for step in range(STEPS):
         (loss, norm), (own_loss, own_norm) = (_plain_step(m, ids) for m in (exact, same))

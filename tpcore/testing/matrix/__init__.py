@@ -40,19 +40,19 @@ def runnable(ctx: ParallelContext, some: list[Case]) -> list[Case]:
 
 def run(ctx: ParallelContext, some: list[Case]) -> Wrong:
     """Check every case on this rank; return the findings, empty if all is well."""
-    found = Wrong()
+    wrong = Wrong()
     for case in runnable(ctx, some):
         try:
-            cell = Cell(ctx, case, found)
+            cell = Cell(ctx, case, wrong)
             ROWS[case.layer].check(cell)
             cell.settle()
         except Exception as e:
             raise RuntimeError(f"{case} on rank {ctx.rank}: {type(e).__name__}: {e}") from e
-    return found
+    return wrong
 
 
 def report(results: list[list[str]], failure: str = "") -> None:
     """Raise AssertionError with the findings of all ranks, if there are any: of each in turn."""
-    found = [message for several in zip_longest(*results) for message in several if message is not None]
-    if found:
-        raise AssertionError(f"{failure}\n{len(found)} findings, the first of them:\n".lstrip() + "\n".join(found[:12]))
+    wrong = [message for several in zip_longest(*results) for message in several if message is not None]
+    if wrong:
+        raise AssertionError(f"{failure}\n{len(wrong)} findings, the first of them:\n".lstrip() + "\n".join(wrong[:12]))

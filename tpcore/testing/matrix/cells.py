@@ -110,8 +110,8 @@ class Cell(RankCheck):
     """One case on this rank: its parts of full tensors, and their comparisons. Values are read together at the end, so
     that a lazy backend runs one program for the whole case."""
 
-    def __init__(self, ctx: ParallelContext, case: Case, found: Wrong) -> None:
-        super().__init__(ctx, found=found)
+    def __init__(self, ctx: ParallelContext, case: Case, wrong: Wrong) -> None:
+        super().__init__(ctx, wrong=wrong)
         self.case, self.dtype = case, DTYPES[case.dtype]
         self.lead = (self.k, self.k, 2)[: case.ndim - 1]
         """The dims before the features, of which the ranks divide each sequence dim."""
@@ -144,7 +144,7 @@ class Cell(RankCheck):
     # -- comparisons ----------------------------------------------------------------------------------------
     def expect(self, holds: bool, message: str) -> None:
         if not holds:
-            self.found.append(f"{self.case} on rank {self.ctx.rank} of tp={self.size}: {message}")
+            self.wrong.append(f"{self.case} on rank {self.ctx.rank} of tp={self.size}: {message}")
 
     def settle(self) -> None:
         self.ctx.backend.mark_step()
@@ -172,7 +172,7 @@ class Cell(RankCheck):
         # where the bound is 0, any error is the largest; so is nan
         at = int((error / bound.clamp_min(1e-300)).nan_to_num(float("inf")).argmax())
         have, right, far, allowed = (float(v.flatten()[at]) for v in (got, want, error, bound))
-        self.found.reached(far, allowed)
+        self.wrong.reached(far, allowed)
         if bool((error <= bound).all()):  # not (error > bound).any(): nan is wrong as well
             return None
         return f"{what} at {at}: got {have}, want {right}, allowed error {allowed:.2e}"

@@ -111,9 +111,9 @@ def _of_rank(model: Any, ep: Comm, index: int) -> None:
 
     def run(**inputs: Any) -> Any:
         out = forward(**_rows(inputs, ep.size, index))
-        own = out.loss.detach()
-        mean = ep.all_reduce(own.reshape(1))[0] / ep.size
-        return type(out)(loss=out.loss + (mean - own), logits=ep.all_gather(out.logits.detach(), 0))
+        loss = out.loss.detach()
+        mean = ep.all_reduce(loss.reshape(1))[0] / ep.size
+        return type(out)(loss=out.loss + (mean - loss), logits=ep.all_gather(out.logits.detach(), 0))
 
     model.forward = run
 

@@ -81,10 +81,8 @@ def _pairs(model: nn.Module, whole: nn.Module, names: Mapping[str, str]) -> list
 def _run(model: nn.Module, inputs: Any, loss: Callable[[Any], Tensor] | None) -> dict[str, Tensor | None]:
     """One forward and backward: the tensors of the output, the loss, the gradients of the inputs."""
     model.zero_grad()
-    copied = _copied(inputs)
-    output = (
-        model(**copied) if isinstance(copied, Mapping) else model(*([copied] if isinstance(copied, Tensor) else copied))
-    )
+    batch = _copied(inputs)
+    output = model(**batch) if isinstance(batch, Mapping) else model(*([batch] if isinstance(batch, Tensor) else batch))
     values: dict[str, Tensor | None] = dict(_tensors("output", output))
     total = getattr(output, "loss", None) if loss is None else loss(output)
     if total is None:
@@ -92,7 +90,7 @@ def _run(model: nn.Module, inputs: Any, loss: Callable[[Any], Tensor] | None) ->
     else:
         values["loss"] = total
     total.backward()
-    leaves = [(name, x) for name, x in _tensors("input", copied) if x.requires_grad]
+    leaves = [(name, x) for name, x in _tensors("input", batch) if x.requires_grad]
     return values | {f"the gradient of {name}": x.grad for name, x in leaves}
 
 

@@ -24,7 +24,7 @@ def __getattr__(name: str) -> Any:
     if not name.startswith("_") and find_spec(f"{__name__}.{name}"):
         return import_module(f"{__name__}.{name}")
     for module in ("trainer", "parallel_layers"):  # whose names NeuronX Distributed has at its root, too
-        found = import_module(f"{__name__}.{module}")
-        if name in found.__all__ and name != "NxDModel":  # at its root this is the class of inference
-            return getattr(found, name)
+        implementation = import_module(f"{__name__}.{module}")
+        if name in implementation.__all__ and name != "NxDModel":  # at its root this is the class of inference
+            return getattr(implementation, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -55,13 +55,13 @@ class NeuronZero1Optimizer(Zero1):
         if self._max_norm is not None:
             check_max_norm(self._max_norm)
         self._used: dict[Tensor, tuple[Tensor, int]] = {}
-        given = list(params)
-        groups = given if given and isinstance(given[0], dict) else [{"params": given}]
-        found = (p for group in groups for p in named_of(group)[0])  # which makes lists of generators
-        half = any(isinstance(p, Tensor) and p.dtype.itemsize < 4 for p in found)
+        parameters = list(params)
+        groups = parameters if parameters and isinstance(parameters[0], dict) else [{"params": parameters}]
+        flat = (p for group in groups for p in named_of(group)[0])  # which makes lists of generators
+        half = any(isinstance(p, Tensor) and p.dtype.itemsize < 4 for p in flat)
         super().__init__(
             optimizer_class,
-            given,
+            parameters,
             master_dtype=optimizer_dtype or torch.float32,
             # of float32 parameters .grad is that already, and scripts read it there
             grad_dtype=torch.float32 if half and (use_grad_acc_hook or higher_cc_precision) else None,
@@ -117,12 +117,12 @@ class NeuronZero1Optimizer(Zero1):
         checkpoint.load(output_dir, self, model_key="optimizer")
 
 
-def _check_groups(name: str, given: Groups | None, *names: str) -> None:
+def _check_groups(name: str, groups: Groups | None, *names: str) -> None:
     axes = current().mesh.present(names)
     want = current().mesh.group(*axes).as_list()
-    if given is not None and sorted(map(sorted, given)) != sorted(map(sorted, want)):
+    if groups is not None and sorted(map(sorted, groups)) != sorted(map(sorted, want)):
         raise ValueError(
-            f"NeuronZero1Optimizer({name}={given}): state is cut over dp, ep and cp, and norms are summed over what "
+            f"NeuronZero1Optimizer({name}={groups}): state is cut over dp, ep and cp, and norms are summed over what "
             f"cuts a parameter; only the {', '.join(axes)} groups, {want}, say that, and so does leaving it out"
         )
 

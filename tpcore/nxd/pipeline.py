@@ -54,8 +54,8 @@ class Wrapper(nn.Module):
         return self.original_module().named_buffers(*args, **kwargs)
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        found: Iterator[tuple[str, nn.Module]] = self.original_module().named_modules(*args, **kwargs)
-        return found
+        modules: Iterator[tuple[str, nn.Module]] = self.original_module().named_modules(*args, **kwargs)
+        return modules
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self.original_module().state_dict(*args, **kwargs)
@@ -103,16 +103,16 @@ class NxDPPModel(Wrapper):
     ) -> None:
         super().__init__(module)
         if virtual_pipeline_size != 1:
-            given = f"NxDPPModel(virtual_pipeline_size={virtual_pipeline_size})"
-            raise ValueError(f"{given}: interleaved stages are not here; leave it out")
+            call = f"NxDPPModel(virtual_pipeline_size={virtual_pipeline_size})"
+            raise ValueError(f"{call}: interleaved stages are not here; leave it out")
         _check_options(options)
         _check_loss(output_loss_value_spec)
         owner, name = find_layers(module)
         layers = list(owner.get_submodule(name).children())
         if not all(isinstance(layer, transformer_layer_cls or nn.Module) for layer in layers):
-            found = sorted({type(layer).__name__ for layer in layers})
+            classes = sorted({type(layer).__name__ for layer in layers})
             asked = f"transformer_layer_cls={transformer_layer_cls and transformer_layer_cls.__name__}"
-            raise ValueError(f"NxDPPModel({asked}): the model's one list of layers has {found}")
+            raise ValueError(f"NxDPPModel({asked}): the model's one list of layers has {classes}")
         if pipeline_cuts:
             _check_cuts(pipeline_cuts, len(layers), current().mesh.axes.get("pp", 1))
         self.transformer_layer_cls = transformer_layer_cls or type(layers[0])
@@ -158,8 +158,8 @@ def _share_ends(model: nn.Module) -> None:
         return
     owned = {p for m in model.modules() if isinstance(m, PipelinedLayers) for p in m.parameters()}
     for p in model.parameters():
-        found = sharding(p)
-        if p not in owned and not p.is_meta and (found is None or "pp" not in found.axes):
+        sharded_as = sharding(p)
+        if p not in owned and not p.is_meta and (sharded_as is None or "pp" not in sharded_as.axes):
             p.copy_(stages.broadcast(p, 0))
 
 
@@ -170,9 +170,9 @@ def _check_options(options: Mapping[str, Any]) -> None:
             raise ValueError(f"NxDPPModel({name}={options[name]!r}): {why}")
     if unknown := sorted(n for n in options.keys() - _NEEDS_NOTHING - _REFUSED.keys() if not n.startswith("_")):
         raise TypeError(f"NxDPPModel: no arguments {unknown}; {sorted(_NEEDS_NOTHING)} are accepted")
-    given = [name for name, value in options.items() if value not in (None, False)]
-    if given and current().rank == 0:
-        inform(f"NxDPPModel: {', '.join(given)} need nothing here")
+    unneeded = [name for name, value in options.items() if value not in (None, False)]
+    if unneeded and current().rank == 0:
+        inform(f"NxDPPModel: {', '.join(unneeded)} need nothing here")
 
 
 def _check_loss(spec: Any) -> None:

@@ -60,9 +60,9 @@ def exchanged(pg: Any, waiting: Waiting, text: str) -> list[str]:
     """Gather the members' texts, of up to 255 bytes each."""
     size = len(waiting.members)
     sent = torch.frombuffer(bytearray(text.encode()[:255].ljust(256, b"\0")), dtype=torch.uint8)
-    got = torch.empty(256 * size, dtype=torch.uint8)
-    waiting.finish(pg._get_backend(CPU)._allgather_base(got, sent))
-    return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in got.view(size, 256)]
+    texts = torch.empty(256 * size, dtype=torch.uint8)
+    waiting.finish(pg._get_backend(CPU)._allgather_base(texts, sent))
+    return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in texts.view(size, 256)]
 
 
 class GlooBackend(C10dBackend):
@@ -101,10 +101,10 @@ class GlooBackend(C10dBackend):
     @classmethod
     def remark(cls) -> str:
         """Which groups take shared memory here. A member that cannot is known only once the group is made."""
-        found = shared(1, 0, cls.buffers, lambda text: [text], _refusal())
-        if isinstance(found, list):
-            return f"all groups exchange tensors over gloo, none through shared memory: {found[0]}"
-        found.close()
+        buffers_or_why = shared(1, 0, cls.buffers, lambda text: [text], _refusal())
+        if isinstance(buffers_or_why, list):
+            return f"all groups exchange tensors over gloo, none through shared memory: {buffers_or_why[0]}"
+        buffers_or_why.close()
         return "groups of ranks on one host exchange tensors through shared memory, other groups over gloo"
 
     def device(self) -> torch.device:
@@ -136,9 +136,9 @@ class GlooBackend(C10dBackend):
         shared_or_why = GlooTransport.why if watch is None else self._shared[pg()]
         if isinstance(shared_or_why, Exchange):
             return SharedTransport(group, self._rank, pg, shared_or_why)
-        made = super()._made_over(group, pg, watch)
-        made.why = shared_or_why  # type: ignore[attr-defined]
-        return made
+        transport = super()._made_over(group, pg, watch)
+        transport.why = shared_or_why  # type: ignore[attr-defined]
+        return transport
 
     def _share_memory(self, pg: Any, waiting: Waiting) -> Exchange | str:
         """Set up memory that all members share; return the reason if they cannot. Collective."""
@@ -146,10 +146,10 @@ class GlooBackend(C10dBackend):
         if not neighbours.issuperset(members):
             return "not all on one host"
         gather = partial(exchanged, pg, waiting)
-        found = shared(len(members), members.index(self._rank), self.buffers, gather, _refusal())
-        if not isinstance(found, list):
-            return Exchange(found, waiting, len(neighbours))
-        why = "; ".join(f"rank {r}: {text}" for r, text in zip(members, found, strict=True) if text)
+        buffers_or_why = shared(len(members), members.index(self._rank), self.buffers, gather, _refusal())
+        if not isinstance(buffers_or_why, list):
+            return Exchange(buffers_or_why, waiting, len(neighbours))
+        why = "; ".join(f"rank {r}: {text}" for r, text in zip(members, buffers_or_why, strict=True) if text)
         if self._rank == members[0] and SHM.name not in why:
             inform(f"ranks {list(members)} talk over gloo, since they cannot share memory: {why}")
         return why

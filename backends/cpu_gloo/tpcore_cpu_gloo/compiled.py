@@ -143,8 +143,8 @@ def _awaited(path: Path) -> str:
     return ""
 
 
-def _compare(want: Sequence[Tensor], got: Sequence[Tensor]) -> None:
-    for a, b in zip(want, got, strict=True):
+def _compare(expected: Sequence[Tensor], actual: Sequence[Tensor]) -> None:
+    for a, b in zip(expected, actual, strict=True):
         torch.testing.assert_close(b, a, rtol=1e-3, atol=1e-4, equal_nan=True)  # as tracing compares with the model
 
 

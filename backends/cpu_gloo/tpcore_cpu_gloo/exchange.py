@@ -59,8 +59,8 @@ class Exchange:
         # The words of two posts lie side by side: no member is further ahead. The count in them tells a post that
         # wakes the others for good, of a rank that leaves, from the post of a call.
         self._posts += 1
-        own = self.segment.lines[self._posts & 1][self.segment.position]
-        own[CALL], own[PLACE] = call[0] ^ self._posts, call[1]
+        line = self.segment.lines[self._posts & 1][self.segment.position]
+        line[CALL], line[PLACE] = call[0] ^ self._posts, call[1]
         for address in self.segment.posts:
             post_to(address)
 

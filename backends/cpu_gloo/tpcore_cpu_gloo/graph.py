@@ -90,59 +90,59 @@ def from_json(data: JSON, instead: Mapping[str, Target]) -> GraphModule:
     which text of ``data`` gets only as literals: nodes and graphs get new names, operators are looked up, names of
     arguments are checked. Raises KeyError, TypeError and the like for damaged data, BackendError for an unknown
     operator."""
-    root, graph, made = nn.Module(), Graph(), _Made({}, {})
+    root, graph, names = nn.Module(), Graph(), _Made({}, {})
     for number, (name, inner) in enumerate(data.get("graphs", {}).items()):
-        made.graphs[name] = f"graph{number}"
-        setattr(root, made.graphs[name], from_json(inner, instead))
+        names.graphs[name] = f"graph{number}"
+        setattr(root, names.graphs[name], from_json(inner, instead))
     for number, (name, target, *rest) in enumerate(data["nodes"]):
         if target == "input":
-            made.nodes[name] = graph.placeholder(f"n{number}")
+            names.nodes[name] = graph.placeholder(f"n{number}")
         elif target == "output":
-            graph.output(_value_of(rest[0], graph, made))
+            graph.output(_value_of(rest[0], graph, names))
         else:
             call = instead[target] if target in instead else _target(target)
-            args, kwargs = (_value_of(given, graph, made) for given in (rest[0], {"dict": (rest[1:] or [{}])[0]}))
+            args, kwargs = (_value_of(entry, graph, names) for entry in (rest[0], {"dict": (rest[1:] or [{}])[0]}))
             if wrong := [k for k in kwargs if not k.isidentifier() or keyword.iskeyword(k)]:
                 raise TypeError(f"{wrong[0]!r} is no name of an argument")
-            made.nodes[name] = graph.create_node("call_function", call, tuple(args), kwargs, f"n{number}")
+            names.nodes[name] = graph.create_node("call_function", call, tuple(args), kwargs, f"n{number}")
     return GraphModule(root, graph)
 
 
 def _target(name: str) -> Target:
     """An operator of torch, of a loaded library, or of Python on numbers."""
     space, _, rest = name.partition("::")
-    found: Target | None = _PYTHON.get(name)
+    op: Target | None = _PYTHON.get(name)
     if rest and space == "higher_order":
-        found = getattr(torch.ops.higher_order, rest, None)
-        found = found if isinstance(found, torch._ops.HigherOrderOperator) else None
+        op = getattr(torch.ops.higher_order, rest, None)
+        op = op if isinstance(op, torch._ops.HigherOrderOperator) else None
     elif rest and not name.startswith(_REFUSED):
         packet, _, overload = rest.rpartition(".")
-        found = getattr(getattr(getattr(torch.ops, space), packet, None), overload, None)
-        found = found if isinstance(found, torch._ops.OpOverload) else None
-    if found is None:
+        op = getattr(getattr(getattr(torch.ops, space), packet, None), overload, None)
+        op = op if isinstance(op, torch._ops.OpOverload) else None
+    if op is None:
         raise BackendError(f"operator {name} is not in this process: import what defines it, or torch is too old")
-    return found
+    return op
 
 
-def _value_of(value: JSON, graph: Graph, made: _Made) -> Any:
+def _value_of(value: JSON, graph: Graph, names: _Made) -> Any:
     if isinstance(value, list):
-        return [_value_of(v, graph, made) for v in value]
+        return [_value_of(v, graph, names) for v in value]
     if not isinstance(value, dict):
         return value
     ((kind, inner),) = value.items()
     if kind == "node":
-        return made.nodes[inner]
+        return names.nodes[inner]
     if kind == "graph":
-        return graph.get_attr(made.graphs[inner])
+        return graph.get_attr(names.graphs[inner])
     if kind == "dict":
-        return {k: _value_of(v, graph, made) for k, v in inner.items()}
+        return {k: _value_of(v, graph, names) for k, v in inner.items()}
     if kind == "slice":
-        return slice(*(_value_of(v, graph, made) for v in inner))
+        return slice(*(_value_of(v, graph, names) for v in inner))
     if kind == "float":
         return float(inner)
     if kind == "device":
         return torch.device(inner)
-    found = getattr(torch, inner)
-    if _OF_TORCH.get(type(found)) != kind:
+    constant = getattr(torch, inner)
+    if _OF_TORCH.get(type(constant)) != kind:
         raise TypeError(f"torch.{inner} is no {kind}")
-    return found
+    return constant

@@ -160,13 +160,13 @@ def _of(
 ) -> LoadedProgram:
     """The graph of ``program`` with its weights."""
     module = from_json(program, _replacements(comm_of, program["groups"]))
-    given = [weights[name] for name in program["weights"]]
-    given += [comm_of(axes).position for axes in program["groups"]]
+    bound = [weights[name] for name in program["weights"]]
+    bound += [comm_of(axes).position for axes in program["groups"]]
     fixed = [constants[name] if name else None for name in program["inputs"]]
     places = [at for at, name in enumerate(program["inputs"]) if name is None]
-    for at, t in zip(places, given, strict=False):
+    for at, t in zip(places, bound, strict=False):
         fixed[at] = t
-    run, free = module.forward, places[len(given) :]
+    run, free = module.forward, places[len(bound) :]
 
     def call(inputs: Sequence[Tensor]) -> list[Tensor]:
         args = list(fixed)
@@ -190,8 +190,8 @@ def _replacements(comm_of: Callable[[str], Comm], groups: Sequence[str]) -> dict
         methods = {name: getattr(comm_of(name), primitive.name) for name in groups}
         names = tuple(primitive.arguments)
 
-        def run(x: Tensor, *given: Any) -> Tensor:
-            result: Tensor = methods[given[-1]](x, **dict(zip(names, given, strict=False)))
+        def run(x: Tensor, *arguments: Any) -> Tensor:
+            result: Tensor = methods[arguments[-1]](x, **dict(zip(names, arguments, strict=False)))
             return result
 
         return run

@@ -39,9 +39,9 @@ class _Timespec(ctypes.Structure):
 
 
 def _function(library: ctypes.CDLL, name: str, *arguments: type) -> Callable[..., int]:
-    found: Callable[..., int] = getattr(library, name)
-    found.argtypes = arguments  # type: ignore[attr-defined]
-    return found
+    function: Callable[..., int] = getattr(library, name)
+    function.argtypes = arguments  # type: ignore[attr-defined]
+    return function
 
 
 post_to = _function(_library, "sem_post", ctypes.c_void_p)

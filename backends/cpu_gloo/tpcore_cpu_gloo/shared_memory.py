@@ -117,8 +117,8 @@ class SharedTransport(Transport):
         cuts = [slice(n * p // self.size, n * (p + 1) // self.size) for p in range(self.size)]
         here = cuts[self.index]
         parts = [t[:, here] for t in every]
-        own, parts[self.index] = parts[self.index], x[:, here]
-        folded(parts, fold, own)
+        local, parts[self.index] = parts[self.index], x[:, here]
+        folded(parts, fold, local)
         self._exchange.meet(call)
         for cut, t in zip(cuts, every, strict=True):
             out[:, cut].copy_(t[:, cut])
@@ -160,11 +160,11 @@ class SharedTransport(Transport):
         _, call = self._begin("all_to_all", x, split_dim, concat_dim)
         chunk = (*x.shape[:split_dim], x.shape[split_dim] // self.size, *x.shape[split_dim + 1 :])
         source = self._chunks(x.detach(), split_dim)
-        got = x.new_empty(source.shape)
+        received = x.new_empty(source.shape)
         for at, every in self._pieces(call, source):
-            for target, part in zip(got, every, strict=True):
+            for target, part in zip(received, every, strict=True):
                 target[at].copy_(part[self.index])
-        return got.view(self.size, *chunk).movedim(0, concat_dim).flatten(concat_dim, concat_dim + 1).contiguous()
+        return received.view(self.size, *chunk).movedim(0, concat_dim).flatten(concat_dim, concat_dim + 1).contiguous()
 
     def permute(self, x: Tensor, to: tuple[int, ...]) -> Tensor:
         return self._permuted_by_pieces(x, to, self._begin("permute", x, to)[1])

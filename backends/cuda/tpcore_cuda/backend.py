@@ -158,11 +158,11 @@ class CudaBackend(C10dBackend):
         return timedelta(seconds=(2 if self.lazy else 1) * self._timeout)
 
     def _made_over(self, group: Group, pg: Callable[[], Any], watch: Waiting | None) -> Transport:
-        made = super()._made_over(group, pg, watch)
-        if watch is not None and self._queue is not None and isinstance(made, C10dTransport):
-            made.finish = partial(self._queue.finish, watch)
+        transport = super()._made_over(group, pg, watch)
+        if watch is not None and self._queue is not None and isinstance(transport, C10dTransport):
+            transport.finish = partial(self._queue.finish, watch)
             watch.parting(partial(self._abort, watch, pg))
-        return made
+        return transport
 
     def _abort(self, watch: Waiting, pg: Callable[[], Any]) -> None:
         """In a lost job, end the kernels that wait for other ranks: the host would wait for them, and never

@@ -65,8 +65,8 @@ class NeuronBackend(Backend):
 
     @classmethod
     def job(cls, folder: Path) -> dict[str, str]:
-        with socket.create_server(("127.0.0.1", 0)) as taken:  # free now; others may take it until it is used
-            port = taken.getsockname()[1]
+        with socket.create_server(("127.0.0.1", 0)) as listener:  # free now; others may take it until it is used
+            port = listener.getsockname()[1]
         return {settings.MASTER_ADDR.name: "127.0.0.1", settings.MASTER_PORT.name: str(port)}
 
     @classmethod
@@ -125,8 +125,8 @@ class NeuronBackend(Backend):
             platform.check_tp(self._platform, group)
         # with the whole partition; all ranks make all groups in one order
         options = {"xla_pg_options": {"mesh": group.as_list()}}
-        made = {ranks: dist.new_group(list(ranks), pg_options=options) for ranks in group.partition}
-        return XlaTransport(group, rank, made[group.members(rank)])
+        groups = {ranks: dist.new_group(list(ranks), pg_options=options) for ranks in group.partition}
+        return XlaTransport(group, rank, groups[group.members(rank)])
 
     def adopt(self, process_group: Any) -> Transport:
         """Collectives over a ``torch.distributed`` group of the xla backend that has its whole partition."""

@@ -25,13 +25,13 @@ def compile_ahead(command: Sequence[str], world: int | None) -> list[ProgramInfo
     ``neuron_parallel_compile`` then runs it too and compiles its programs into the cache."""
     world, script = _parse(list(command), world)
     # scripts written for neuron_parallel_compile check this variable before they act on a value
-    found = run_replicas(_run_script, world, script, timeout=HOUR, env={EXTRACT_ONLY.name: "1"})[0]
+    programs = run_replicas(_run_script, world, script, timeout=HOUR, env={EXTRACT_ONLY.name: "1"})[0]
     tool = shutil.which("neuron_parallel_compile")
     if tool is not None:
         torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={world}"]
         subprocess.run([tool, *torchrun, *script], check=True)
-    first = {p.digest: p for p in reversed(found)}
-    return [_info(first[digest], times) for digest, times in Counter(p.digest for p in found).items()]
+    first = {p.digest: p for p in reversed(programs)}
+    return [_info(first[digest], times) for digest, times in Counter(p.digest for p in programs).items()]
 
 
 def _parse(command: list[str], world: int | None) -> tuple[int, list[str]]:

@@ -40,17 +40,17 @@ def installed(package: str) -> str | None:
 
 def has_native() -> bool:
     """Whether the installed torch-neuronx is the native one (2.13 and later), which needs no torch_xla."""
-    found = installed("torch-neuronx")
-    if found is None or find_spec("torch_xla") is not None:
+    version = installed("torch-neuronx")
+    if version is None or find_spec("torch_xla") is not None:
         return False
-    return tuple(int(part) for part in found.split(".")[:2]) >= (2, 13)
+    return tuple(int(part) for part in version.split(".")[:2]) >= (2, 13)
 
 
 def wrong_versions() -> str | None:
     """A message about installed versions that do not work together, or None."""
-    found = {name: installed(name) for name in ("torch", "torch-xla", "torch-neuronx")}
-    wrong = [f"{k} {v}" for k, v in found.items() if v is not None and not f"{v}.".startswith(f"{XLA_LINE}.")]
-    have = ", ".join(f"{name} {v or 'missing'}" for name, v in found.items())
+    versions = {name: installed(name) for name in ("torch", "torch-xla", "torch-neuronx")}
+    wrong = [f"{k} {v}" for k, v in versions.items() if v is not None and not f"{v}.".startswith(f"{XLA_LINE}.")]
+    have = ", ".join(f"{name} {v or 'missing'}" for name, v in versions.items())
     return f"{' and '.join(wrong)} cannot be used: this environment has {have}. {INSTALL}" if wrong else None
 
 
@@ -60,10 +60,10 @@ def neuron_devices() -> int:
 
 def visible_cores(platform: str | None) -> int | None:
     """The number of NeuronCores that this host's processes may use together; None if unknown."""
-    given = CORES.get()
+    cores = CORES.get()
     # under torchrun torch_xla sets it to one core for each process: then it is no number of the host
-    if given and given != LOCAL_RANK.text():
-        spans = (part.partition("-") for part in given.split(","))
+    if cores and cores != LOCAL_RANK.text():
+        spans = (part.partition("-") for part in cores.split(","))
         return sum(int(high or low) - int(low) + 1 for low, _, high in spans)
     per_device = _CORES_PER_DEVICE.get(platform or "")
     return None if per_device is None else neuron_devices() * per_device
@@ -108,13 +108,13 @@ def compile_module(module: nn.Module, examples: Sequence[Tensor], path: Path, op
     """Compile ``module`` for NeuronCores, without its weights, and write it. ``examples``: on the CPU."""
     import torch_neuronx
 
-    given = {"compiler_args": list(options.args)} if options.args else {}
+    compiler_args = {"compiler_args": list(options.args)} if options.args else {}
     with TemporaryDirectory(prefix="tpcore-neuronx-") as temporary:
         # a directory for each program: a model with buckets has several
         workdir = Path(temporary) if options.workdir is None else Path(options.workdir, path.parent.name)
         workdir.mkdir(parents=True, exist_ok=True)
         traced = torch_neuronx.trace(
-            module, tuple(examples), compiler_workdir=str(workdir), inline_weights_to_neff=False, **given
+            module, tuple(examples), compiler_workdir=str(workdir), inline_weights_to_neff=False, **compiler_args
         )
     torch.jit.save(traced, str(path))
 

@@ -39,9 +39,9 @@ class _PureModule(nn.Module):
         for key, name in platform.module_keys(weights).items():
             self.register_parameter(key, nn.Parameter(weights[name], requires_grad=False))
 
-    def forward(self, *given: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, *arguments: Tensor) -> tuple[Tensor, ...]:
         fn, names, comms = self._of
-        ranks, inputs = given[: len(comms)], given[len(comms) :]
+        ranks, inputs = arguments[: len(comms)], arguments[len(comms) :]
         # sets torch.compiler.is_exporting(), for which torch has no public way: models check it before they
         # read a value, as transformers does for a mask without padding
         with exporting(), traced(comms, ranks):
@@ -79,15 +79,15 @@ def _lowered(
     """The program as HLO and as text; its parameters' sources, as JSON; and the constant ones, as safetensors."""
     # placeholders have no values, so no value can get into the program or decide a branch
     placeholders = {name: _placeholder(t) for name, t in weights.items()}
-    ranks, given = [_placeholder(c.position) for c in comms], [_placeholder(t) for t in inputs]
+    ranks, arguments = [_placeholder(c.position) for c in comms], [_placeholder(t) for t in inputs]
     with torch.no_grad(), reads.refused():
-        outputs = list(_PureModule(fn, placeholders, comms)(*ranks, *given))
+        outputs = list(_PureModule(fn, placeholders, comms)(*ranks, *arguments))
         context = _XLA.lowering.LoweringContext("tpcore")
         context.build(outputs)
         hlo, text = context.hlo(), _XLA._get_stablehlo(outputs, str(outputs[0].device), [], False)
     sources: list[tuple[list[Any], Tensor]] = [(["weight", name], t) for name, t in placeholders.items()]
     sources += [(["rank", i], t) for i, t in enumerate(ranks)]
-    sources += [(["input", i], t) for i, t in enumerate(given)]
+    sources += [(["input", i], t) for i, t in enumerate(arguments)]
     known = {context.tensor_parameter_id(t): source for source, t in sources}  # -1: no output depends on it
     parameters: dict[int, Tensor] = context.device_parameter_id_tensor_mapping()
     # torch_xla makes Python numbers other than 0 and 1 parameters too, to avoid recompilation
@@ -98,8 +98,8 @@ def _lowered(
 
 
 def _placeholder(t: Tensor) -> Tensor:
-    made: Tensor = xb.create_placeholder_tensor(t.shape, t.dtype)
-    return made
+    placeholder: Tensor = xb.create_placeholder_tensor(t.shape, t.dtype)
+    return placeholder
 
 
 def load(folder: Path, weights: Mapping[str, Tensor], comm_of: Callable[[str], Comm]) -> LoadedProgram:
@@ -126,11 +126,11 @@ def load(folder: Path, weights: Mapping[str, Tensor], comm_of: Callable[[str], C
         raise BackendError(f"{folder / HLO} is damaged: {type(e).__name__}: {str(e)[:200]}") from e
 
     def call(inputs: Sequence[Tensor]) -> list[Tensor]:
-        given = dict(of_weights) | fixed | {at: inputs[i] for at, i in free}
-        found: list[Tensor] = _XLA._xla_user_computation(
-            "tpcore::program", [given[at] for at in range(len(given))], computation
+        arguments = dict(of_weights) | fixed | {at: inputs[i] for at, i in free}
+        outputs: list[Tensor] = _XLA._xla_user_computation(
+            "tpcore::program", [arguments[at] for at in range(len(arguments))], computation
         )
         torch_xla.sync()
-        return found
+        return outputs
 
     return call

@@ -10,13 +10,13 @@ PAIRS = Variable("TPCORE_NEURON_PERMUTE", one_of({"native": False, "pairs": True
 EXTRACT_ONLY = Variable("NEURON_EXTRACT_GRAPHS_ONLY", str, "")
 
 
-def of_replicas(size: int, given: dict[str, str]) -> dict[str, str]:
+def of_replicas(size: int, environment: dict[str, str]) -> dict[str, str]:
     """Variables of a process in which XLA:CPU has ``size`` devices. Set them before torch_xla is imported."""
     return {
         # the default is the number of cores; with fewer threads than waiting collectives none would end
-        "XLA_THREAD_POOL_SIZE": given.get("XLA_THREAD_POOL_SIZE", str(max(8, 2 * size))),
+        "XLA_THREAD_POOL_SIZE": environment.get("XLA_THREAD_POOL_SIZE", str(max(8, 2 * size))),
         # LLVM's optimizations take twice the time that they save in a test
-        "XLA_FLAGS": given.get("XLA_FLAGS", "--xla_backend_optimization_level=0"),
+        "XLA_FLAGS": environment.get("XLA_FLAGS", "--xla_backend_optimization_level=0"),
         DEVICE.name: "CPU",
         "CPU_NUM_DEVICES": str(size),
         # a program that may write to its inputs keeps them until it ends, and freeing an input would wait

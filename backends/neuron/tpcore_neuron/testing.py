@@ -60,11 +60,11 @@ def run_replicas(
 class _Process:
     def __init__(self, world: int) -> None:
         self._world = world
-        self._conn, theirs = Pipe()
-        fd, module = theirs.fileno(), "tpcore_neuron.replicas.process"
+        self._conn, child_end = Pipe()
+        fd, module = child_end.fileno(), "tpcore_neuron.replicas.process"
         self._processes = Processes()
         self._process = self._processes.start(module, (world, fd), environment=environment(), fds=[fd])
-        theirs.close()
+        child_end.close()
 
     @property
     def alive(self) -> bool:

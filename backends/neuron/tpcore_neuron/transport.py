@@ -80,8 +80,8 @@ class XlaTransport(Transport):
         """A sum with zeros: it sends less than a gather. The sign of zero is lost, as everywhere here."""
         x = self._checked(x, "broadcast", src)
         # where, not a product: 0 * nan is nan
-        mine = torch.where(self.position == src, x, torch.zeros_like(x)).reshape(x.shape)
-        return self.all_reduce(mine, "sum", True)
+        contribution = torch.where(self.position == src, x, torch.zeros_like(x)).reshape(x.shape)
+        return self.all_reduce(contribution, "sum", True)
 
     def permute(self, x: Tensor, to: tuple[int, ...]) -> Tensor:
         x = self._checked(x, "permute", to)
@@ -104,8 +104,8 @@ class XlaTransport(Transport):
             firsts, targets = {i for i, _ in pairs}, {j for _, j in sends}
             partner = self._own_entry([int(r in firsts) for r in range(self.size)])
             receives = self._own_entry([int(r in targets) for r in range(self.size)])
-            found = both.index_select(0, partner)[0].to(x.dtype)
-            out = torch.where(receives == 1, found, out)
+            received = both.index_select(0, partner)[0].to(x.dtype)
+            out = torch.where(receives == 1, received, out)
         return out
 
     def _own_entry(self, every: list[int]) -> Tensor:

@@ -101,12 +101,12 @@ def _exists(name: str) -> bool:
 
 def notes_on(name: str, call: ast.Call) -> list[str]:
     """The notes on a call of ``name``, a full name of tpcore, that imports as before but means something else."""
-    given = {keyword.arg: keyword.value for keyword in call.keywords}
-    found = []
+    args = {keyword.arg: keyword.value for keyword in call.keywords}
+    notes = []
     for of, argument, values, note in _MEANINGS:
-        if f".{name}".endswith(f".{of}") and (not argument or (argument in given and _is(given[argument], values))):
-            found.append(f"{argument}: {note}" if argument else note)
-    return found
+        if f".{name}".endswith(f".{of}") and (not argument or (argument in args and _is(args[argument], values))):
+            notes.append(f"{argument}: {note}" if argument else note)
+    return notes
 
 
 def _is(node: ast.expr, values: str) -> bool:

@@ -26,12 +26,12 @@ def sequence_dim(enabled: bool, dim: int | None) -> int | None:
 
 def mark(tensor: Any) -> None:
     """Set the attributes by which NeuronX Distributed and Megatron-LM describe the sharding of ``tensor``."""
-    found = sharding(tensor)
-    cut = found.layout.cuts[0] if found and found.layout.cuts else None
+    sharded_as = sharding(tensor)
+    cut = sharded_as.layout.cuts[0] if sharded_as and sharded_as.layout.cuts else None
     tensor.tensor_model_parallel = cut is not None
     tensor.partition_dim = -1 if cut is None else cut.spec.dim
     tensor.partition_stride = 1 if cut is None else len(cut.spec.blocks)
-    tensor.num_partitions = 1 if cut is None or not found else cut.degree(found.ctx.mesh)
+    tensor.num_partitions = 1 if cut is None or not sharded_as else cut.degree(sharded_as.ctx.mesh)
 
 
 class PublishedAttributes(ParallelModule):

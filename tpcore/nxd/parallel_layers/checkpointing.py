@@ -52,8 +52,8 @@ def load(
     Files of ``load_xser=True`` are recognised, and the argument has no effect."""
     where = either("load_dir", load_dir, "chkpt_path", chkpt_path)
     if not isinstance(sharded, bool) or not isinstance(model_key, str | None):  # the order of later versions
-        given = f"load(load_dir, model, {model_key!r}, {sharded!r})"
-        raise TypeError(f"{given}: after model, give model_or_optimizer= and others by name")
+        call = f"load(load_dir, model, {model_key!r}, {sharded!r})"
+        raise TypeError(f"{call}: after model, give model_or_optimizer= and others by name")
     if not master_dp_only:
         raise ValueError("master_dp_only=False is not supported: there is one copy for all dp ranks")
     if not weights_only:

@@ -41,8 +41,8 @@ def allreduce_sequence_parallel_gradients(optimizer: torch.optim.Optimizer) -> N
     own norms. Backward has summed those of tpcore's layers, which carry no such mark."""
     inner = getattr(optimizer, "optimizer", optimizer)
     marked = [p for group in inner.param_groups for p in group["params"] if getattr(p, "sequence_parallel_enabled", 0)]
-    found = [inner.gradient_of(p) if isinstance(inner, Zero1) else p.grad for p in marked]
-    _sum_in_place([grad for grad in found if grad is not None], current().comm("tp"))
+    gradients = [inner.gradient_of(p) if isinstance(inner, Zero1) else p.grad for p in marked]
+    _sum_in_place([grad for grad in gradients if grad is not None], current().comm("tp"))
 
 
 def _check_not_zero1(zero1_optimizer: bool, zero1_optimizer_groups: Any) -> None:

@@ -57,8 +57,8 @@ def initialize_model_parallel(
     if their product does not divide the world or ``lnc_size`` is not 1, RuntimeError if initialized already.
     """
     if lnc_size != 1:
-        given = f"initialize_model_parallel: lnc_size={lnc_size!r}"
-        raise ValueError(f"{given} is not supported, only 1: tp ranks are contiguous on every device")
+        call = f"initialize_model_parallel: lnc_size={lnc_size!r}"
+        raise ValueError(f"{call} is not supported, only 1: tp ranks are contiguous on every device")
     tp, pp = tensor_model_parallel_size, pipeline_model_parallel_size
     ctx = init(tp=tp, pp=pp, ep=expert_model_parallel_size, cp=context_parallel_size)
     if not skip_collective_init:
@@ -216,13 +216,13 @@ def _neighbours(step: int, as_list: bool = False) -> Any:
         raise ValueError(f"{count} pipeline stages make no pairs: there is no group of neighbours")
     # two partitions: pairs that begin at even stages, and those that begin at odd ones
     halves = [[[row[i], row[(i + 1) % count]] for row in pipelines for i in range(at, count, 2)] for at in (0, 1)]
-    mine = (ctx.coord("pp") + step) % 2
+    parity = (ctx.coord("pp") + step) % 2
     if as_list:
-        return halves[mine]
+        return halves[parity]
     # both on every rank, for making a group is collective over the world
     sorted_pairs = [tuple(tuple(sorted(pair)) for pair in pairs) for pairs in halves]
     comms = [ctx.grouped(f"pairs from stage {at}", pairs) for at, pairs in enumerate(sorted_pairs)]
-    return comms[mine].process_group
+    return comms[parity].process_group
 
 
 get_next_rank_group = partial(_neighbours, 0)

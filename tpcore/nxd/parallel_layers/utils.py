@@ -51,9 +51,9 @@ def split_tensor_along_last_dim(
 def copy_tensor_model_parallel_attributes(destination_tensor: Tensor, source_tensor: Tensor) -> None:
     """Copy the layout of ``source_tensor`` to ``destination_tensor``, e.g. a float32 master copy of a
     parameter, for ``clip_grad_norm``. Does nothing if the source belongs to no parallel layer."""
-    found = sharding(source_tensor)
-    if found is not None:
-        stamp(destination_tensor, found)
+    source = sharding(source_tensor)
+    if source is not None:
+        stamp(destination_tensor, source)
         mark(destination_tensor)
 
 
@@ -89,8 +89,8 @@ def move_all_tensor_to_cpu(data: Any, convert: bool = True) -> Any:
 
 def param_is_not_tensor_parallel_duplicate(param: Tensor) -> bool:
     """Whether this rank is the one that counts ``param``: of the cut ones every rank, else the first."""
-    found = sharding(param)
-    return bool(found and found.layout.cuts) or current().coord("tp") == 0
+    sharded_as = sharding(param)
+    return bool(sharded_as and sharded_as.layout.cuts) or current().coord("tp") == 0
 
 
 class EmbeddingUtility:

@@ -40,9 +40,9 @@ def save_checkpoint(
     arguments choose among formats and numbers of writers, of which there is one: they change nothing.
     """
     state: dict[str, Any] = {"user_content": user_content}
-    for name, given in (("model", model), ("scheduler", scheduler)):
-        if given is not None:
-            state[name] = given if isinstance(given, dict) else given.state_dict()
+    for name, stateful in (("model", model), ("scheduler", scheduler)):
+        if stateful is not None:
+            state[name] = stateful if isinstance(stateful, dict) else stateful.state_dict()
     if optimizer is not None:
         state["optimizer"] = _named(optimizer, model)
     where = os.path.join(os.fspath(checkpoint_dir_str), str(tag))
@@ -98,10 +98,10 @@ def _entry(saved: Any, name: str, where: str) -> Any:
 
 def _named(optimizer: Any, model: Any) -> Any:
     """The optimizer whose state it is. Its parameters get the names by which another degree finds their state."""
-    found = optimizer.optimizer if isinstance(optimizer, NxDOptimizer) else optimizer
-    if isinstance(model, nn.Module) and isinstance(found, torch.optim.Optimizer):
-        name_parameters(found, model, others=True)
-    return found
+    inner = optimizer.optimizer if isinstance(optimizer, NxDOptimizer) else optimizer
+    if isinstance(model, nn.Module) and isinstance(inner, torch.optim.Optimizer):
+        name_parameters(inner, model, others=True)
+    return inner
 
 
 def _tags(folder: str | os.PathLike[str]) -> list[str]:

@@ -84,11 +84,11 @@ def neuronx_distributed_config(
     return config | {"model_init_config": model_init, "mixed_precision_config": precision}
 
 
-def _filled(name: str, given: Mapping[str, Any] | None, defaults: Mapping[str, Any]) -> Config:
-    unknown = sorted(set(given or {}) - set(defaults))
+def _filled(name: str, config: Mapping[str, Any] | None, defaults: Mapping[str, Any]) -> Config:
+    unknown = sorted(set(config or {}) - set(defaults))
     if unknown:
         raise ValueError(f"{name} has {unknown}, and knows {sorted(defaults)}")
-    return {**defaults, **(given or {})}
+    return {**defaults, **(config or {})}
 
 
 def _join(tp: int, pp: int, ep: int, cp: int) -> None:

@@ -118,10 +118,10 @@ def programs_here() -> list[HloProgram]:
     return list(running[-1].programs[rank_here() or 0])
 
 
-def _meet(rank: int, point: Point, mine: Any) -> list[Any]:
+def _meet(rank: int, point: Point, contribution: Any) -> list[Any]:
     """Wait for every rank to come here; return what each brings, in rank order."""
     world = running[-1]
-    met = world.meet(tuple(range(world.size)), rank, point, mine)
+    met = world.meet(tuple(range(world.size)), rank, point, contribution)
     others = [r for r, (there, _) in enumerate(met) if there.what != met[0][0].what]
     if others:
         lines = "\n".join(f"  rank {r} waits at {there}" for r, (there, _) in enumerate(met))
@@ -132,7 +132,7 @@ def _meet(rank: int, point: Point, mine: Any) -> list[Any]:
 def _same_program(rank: int, point: Point, text: str) -> str:
     """The ``text`` of every rank's program; CollectiveMismatchError on all ranks if it differs."""
     texts = _meet(rank, point, text)
-    differ = [r for r, theirs in enumerate(texts) if theirs != texts[0]]
+    differ = [r for r, program in enumerate(texts) if program != texts[0]]
     if not differ:
         return str(texts[0])
     first, other = texts[0].splitlines(), texts[differ[0]].splitlines()
@@ -181,8 +181,8 @@ def _patch_steps() -> None:
         if rank is None:
             step(device, list(devices), wait=wait, reset_scope=reset_scope)
             return
-        own = _XLA._xla_get_default_device()
-        _run(rank, "sync", lambda: step(own, [], wait=False, reset_scope=reset_scope))
+        default = _XLA._xla_get_default_device()
+        _run(rank, "sync", lambda: step(default, [], wait=False, reset_scope=reset_scope))
         if wait:
             _XLA._xla_wait_device_ops([])
 

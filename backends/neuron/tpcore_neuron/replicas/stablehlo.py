@@ -58,11 +58,11 @@ class HloProgram:
         return tuple(self._collectives())
 
     def _collectives(self) -> Iterator[HloCollective]:
-        for found in _OP.finditer(self.text):
-            rest = self.text[found.end() :]
-            kind, types, groups = found.group(1), _TYPES.search(rest), _GROUPS.search(rest)
+        for match in _OP.finditer(self.text):
+            rest = self.text[match.end() :]
+            kind, types, groups = match.group(1), _TYPES.search(rest), _GROUPS.search(rest)
             if types is None or groups is None:
-                raise ValueError(f"cannot read the collective {self.text[found.start() : found.end() + 200]}")
+                raise ValueError(f"cannot read the collective {self.text[match.start() : match.end() + 200]}")
             operands = _tensors(types.group(1))
             if kind == "all_reduce" and len(operands) > 1 and operands[-1][1] == ():
                 operands = operands[:-1]  # torch_xla's token, which orders the collectives of a program

@@ -40,6 +40,6 @@ def _on_replica(tp: int) -> Report:
 
 
 if __name__ == "__main__":
-    found = verify(int(sys.argv[1]))
-    Path(sys.argv[2]).write_text(found.to_json())
-    sys.exit("\n".join(found.wrong) or 0)
+    report = verify(int(sys.argv[1]))
+    Path(sys.argv[2]).write_text(report.to_json())
+    sys.exit("\n".join(report.wrong) or 0)

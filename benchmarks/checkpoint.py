@@ -148,11 +148,11 @@ class Run:
 
     def get_slice(self) -> None:
         width = WIDTH // TP
-        mine = slice(self.rank * width, (self.rank + 1) * width)
+        columns = slice(self.rank * width, (self.rank + 1) * width)
         with safe_open(self.home / "whole.safetensors", "pt") as f:
             for name, p in self.params.items():
                 part = f.get_slice(name)
-                p.data.copy_(part[mine] if dim_of(name) == 0 else part[:, mine])
+                p.data.copy_(part[columns] if dim_of(name) == 0 else part[:, columns])
 
     def dcp_load(self) -> None:
         dcp.load(self.dtensors, checkpoint_id=self.home / "dcp")

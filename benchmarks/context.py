@@ -45,8 +45,8 @@ TOLERANCE = 1e-5
 
 def _piece(number: int, heads: int, tokens: int) -> Tensor:
     """The same numbers wherever it is: no rank makes the whole."""
-    made = torch.Generator().manual_seed(100 * number + heads)
-    return torch.randn(1, heads, tokens, HEAD_DIM, generator=made)
+    generator = torch.Generator().manual_seed(100 * number + heads)
+    return torch.randn(1, heads, tokens, HEAD_DIM, generator=generator)
 
 
 def job(rank: int, options: Namespace) -> None:
@@ -54,9 +54,9 @@ def job(rank: int, options: Namespace) -> None:
     tpcore.init(backend="cpu_gloo", cp=options.degree)
     attention = ContextParallelAttention("gather" if options.way == PLAIN else options.way)
     size = options.length // PIECES
-    mine = (attention.order.places(options.length)[::size] // size).tolist()
+    numbers = (attention.order.places(options.length)[::size] // size).tolist()
     q, k, v = (
-        torch.cat([_piece(PIECES * i + n, heads, size) for n in mine], 2).requires_grad_()
+        torch.cat([_piece(PIECES * i + n, heads, size) for n in numbers], 2).requires_grad_()
         for i, heads in enumerate((HEADS, KEYS, KEYS))
     )
     before, seconds = resident(), []
@@ -71,13 +71,13 @@ def job(rank: int, options: Namespace) -> None:
         out.square().mean().backward()
         seconds.append(time.perf_counter() - began)
     peak = grown(before)
-    found = torch.tensor([statistics.median(seconds[1:] or [0.0]), peak], dtype=torch.float64)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
+    largest = torch.tensor([statistics.median(seconds[1:] or [0.0]), peak], dtype=torch.float64)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
     squares = torch.stack([t.detach().double().square().sum() for t in (out, q.grad, k.grad, v.grad) if t is not None])
     squares *= torch.tensor([1, *[options.degree**-2] * 3])  # the mean is of a rank's tokens
     dist.all_reduce(squares)
     if rank == 0:
-        result = {"seconds": float(found[0]), "peak": float(found[1]), "squares": squares.tolist()}
+        result = {"seconds": float(largest[0]), "peak": float(largest[1]), "squares": squares.tolist()}
         Path(options.result).write_text(json.dumps(result))
     tpcore.shutdown()
 
@@ -102,10 +102,10 @@ def model_job(rank: int, options: Namespace) -> None:
     before = resident()
     loss = model(input_ids=ids, labels=ids, use_cache=False).loss
     loss.backward()
-    found = torch.tensor([grown(before), loss.item()], dtype=torch.float64)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
+    largest = torch.tensor([grown(before), loss.item()], dtype=torch.float64)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
     if rank == 0:
-        Path(options.result).write_text(json.dumps({"peak": float(found[0]), "loss": float(found[1])}))
+        Path(options.result).write_text(json.dumps({"peak": float(largest[0]), "loss": float(largest[1])}))
     tpcore.shutdown()
 
 
@@ -146,10 +146,10 @@ def fits(options: Namespace, limit: float) -> None:
         with tempfile.TemporaryDirectory(prefix="tpcore-bench-") as folder:
             one = Namespace(**vars(options), way=way, degree=degree, length=length, result=f"{folder}/result.json")
             start(model_job, one, degree)
-            found = json.loads(Path(one.result).read_text())
-        if abs(found["loss"] - losses.setdefault(length, found["loss"])) > TOLERANCE:
-            raise ValueError(f"{way}, cp {degree}: a loss of {found['loss']}, not {losses[length]}")
-        peaks[way, degree][length] = found["peak"] / 2**20
+            figures = json.loads(Path(one.result).read_text())
+        if abs(figures["loss"] - losses.setdefault(length, figures["loss"])) > TOLERANCE:
+            raise ValueError(f"{way}, cp {degree}: a loss of {figures['loss']}, not {losses[length]}")
+        peaks[way, degree][length] = figures["peak"] / 2**20
     lines = ["| | cp | " + " | ".join(f"{n:,} tokens" for n in sorted(options.tokens)) + f" | {limit:g} MiB fit |"]
     lines += ["|---|" + "---:|" * (len(options.tokens) + 2)]
     for (way, degree), by_length in peaks.items():
@@ -169,15 +169,15 @@ def measure(options: Namespace, length: int) -> None:
         with tempfile.TemporaryDirectory(prefix="tpcore-bench-") as folder:
             one = Namespace(**vars(options), way=way, degree=degree, length=length, result=f"{folder}/result.json")
             start(job, one, degree)
-            found = json.loads(Path(one.result).read_text())
-        got = torch.tensor(found["squares"], dtype=torch.float64)
-        want = got if want is None else want
-        if not torch.allclose(got, want, rtol=TOLERANCE):
-            raise ValueError(f"{way}, cp {degree}: squares sum to {got.tolist()}, not {want.tolist()}")
+            figures = json.loads(Path(one.result).read_text())
+        squares = torch.tensor(figures["squares"], dtype=torch.float64)
+        want = squares if want is None else want
+        if not torch.allclose(squares, want, rtol=TOLERANCE):
+            raise ValueError(f"{way}, cp {degree}: squares sum to {squares.tolist()}, not {want.tolist()}")
         sizes = AttentionSizes(HEADS, KEYS, HEAD_DIM, HEADS * HEAD_DIM, 4, degree, 1)
         sent = 0 if degree == 1 else sizes.sent(checked_way(way), length)
-        step = f"{found['seconds'] * 1e3:.4g} ms" if options.steps else "-"
-        lines.append(f"| {way} | {degree} | {step} | {sent / 2**20:.4g} MiB | {found['peak'] / 2**20:.4g} MiB |")
+        step = f"{figures['seconds'] * 1e3:.4g} ms" if options.steps else "-"
+        lines.append(f"| {way} | {degree} | {step} | {sent / 2**20:.4g} MiB | {figures['peak'] / 2**20:.4g} MiB |")
     sys.stdout.write("\n".join(lines) + "\n\nall that ran find equal outputs and gradients\n\n")
 
 
@@ -187,7 +187,7 @@ def longest(memory: float, degrees: list[int]) -> None:
     lines = [f"**tokens of one sequence that fit {memory:g} GiB a rank**", ""]
     lines += ["| | " + " | ".join(f"cp {cp}" for cp in degrees) + " |", "|---|" + "---:|" * len(degrees)]
     for way in map(checked_way, WAYS):
-        found = []
+        lengths = []
         for cp in degrees:
             sizes, tokens, step = AttentionSizes(4, 1, 128, 4096, 2, cp, 8), 0, 1024 * cp
             while (
@@ -195,8 +195,8 @@ def longest(memory: float, degrees: list[int]) -> None:
                 <= memory * 2**30
             ):
                 tokens += step
-            found.append(f"{tokens - step:,}" if sizes.heads % cp == 0 or way != "ulysses" else "-")
-        lines.append(f"| {way} | {' | '.join(found)} |")
+            lengths.append(f"{tokens - step:,}" if sizes.heads % cp == 0 or way != "ulysses" else "-")
+        lines.append(f"| {way} | {' | '.join(lengths)} |")
     sys.stdout.write("\n".join(lines) + "\n")
 
 

@@ -62,9 +62,9 @@ def _check(entry: Entry, case: Case, hidden: Tensor) -> None:
     for source in (logits, states @ weight.t()):
         want = F.cross_entropy(source[:, : entry.vocab], case.target, reduction="none")
         want.backward(case.grad)
-    mine = part(case.logits, 1, case.rank).requires_grad_()
-    check_equal(entry.name, "loss", peers.local(entry.alone(mine, case.grad)), want, TOLERANCE)
-    _equal_grad(entry, "gradient of the logits", mine, part(_grad(logits), 1, case.rank))
+    local = part(case.logits, 1, case.rank).requires_grad_()
+    check_equal(entry.name, "loss", peers.local(entry.alone(local, case.grad)), want, TOLERANCE)
+    _equal_grad(entry, "gradient of the logits", local, part(_grad(logits), 1, case.rank))
     _clear(hidden, entry.weight)
     with_head = peers.local(entry.with_head(hidden, case.grad))
     check_equal(entry.name, "loss with the head", with_head, want, TOLERANCE)
@@ -92,16 +92,16 @@ def run(rank: int, options: argparse.Namespace) -> None:
         weight = torch.randn(size.columns, size.hidden) / size.hidden**0.5
         target = torch.randint(size.vocab, (size.tokens,))
         case = Case(size, hidden.detach(), weight, target, torch.rand(size.tokens), rank)
-        made = entries(case)
-        for entry in made:
+        contestants = entries(case)
+        for entry in contestants:
             _check(entry, case, hidden)
-        say(f"\n{size}: losses and gradients of all {len(made)} equal those of the unsharded module\n")
-        _compare(case, made, hidden, options)
+        say(f"\n{size}: losses and gradients of all {len(contestants)} equal those of the unsharded module\n")
+        _compare(case, contestants, hidden, options)
     tpcore.shutdown()
 
 
-def _compare(case: Case, made: list[Entry], hidden: Tensor, options: argparse.Namespace) -> None:
-    size, grad, all_ = case.size, case.grad, [*made, local_only(case)]
+def _compare(case: Case, contestants: list[Entry], hidden: Tensor, options: argparse.Namespace) -> None:
+    size, grad, all_ = case.size, case.grad, [*contestants, local_only(case)]
     rounds = options.rounds or size.rounds
     pristine = part(case.logits, 1, case.rank)
     logits = pristine.clone().requires_grad_()

@@ -120,12 +120,12 @@ def run(size: Size, options: argparse.Namespace, folder: Path) -> None:
         if size.experts:
             whole_experts = stack.enter_context(parallel_model_load(traced(size, folder, TP, expert_parallel=True)))
             runs["tpcore, experts"] = partial(made_by_ranks, whole_experts, prompt, size.new)
-        tokens = {name: made() for name, made in runs.items()}
-        for name, found in tokens.items():
-            if found != tokens["transformers"]:
-                sys.exit(f"{name} makes other tokens: {found}, not {tokens['transformers']}")
+        tokens = {name: generate() for name, generate in runs.items()}
+        for name, ids in tokens.items():
+            if ids != tokens["transformers"]:
+                sys.exit(f"{name} makes other tokens: {ids}, not {tokens['transformers']}")
         print(f"{size}: the tokens of all {len(runs)} are the same\n")
-        contestants = [Contestant(name, made) for name, made in runs.items()]
+        contestants = [Contestant(name, generate) for name, generate in runs.items()]
         result = race(f"{size}", contestants, options.rounds or size.rounds, 1, options.warm, cpu_seconds)
         print(table(result, "transformers"))
         print()

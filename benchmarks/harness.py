@@ -179,10 +179,10 @@ def resident() -> int:
 
 
 def _status(key: str) -> int:
-    found = re.search(rf"{key}:\s*(\d+) kB", _read("/proc/self/status"))
-    if found is None:
+    match = re.search(rf"{key}:\s*(\d+) kB", _read("/proc/self/status"))
+    if match is None:
         raise ValueError(f"no {key} in /proc/self/status")
-    return int(found[1]) * 1024
+    return int(match[1]) * 1024
 
 
 def descendants() -> list[int]:
@@ -190,9 +190,9 @@ def descendants() -> list[int]:
     out, todo = [], [os.getpid()]
     while todo:
         for file in Path(f"/proc/{todo.pop()}/task").glob("*/children"):
-            found = [int(pid) for pid in file.read_text().split()]
-            out += found
-            todo += found
+            children = [int(pid) for pid in file.read_text().split()]
+            out += children
+            todo += children
     return out
 
 

@@ -46,12 +46,12 @@ def contestants(layers: int, hidden: int, rows: int, folder: str) -> dict[str, l
     dnn, mkl = torch.ops.mkldnn, torch.ops.mkl
 
     def by_dnn(weight: Tensor) -> Linear:
-        made = dnn._reorder_linear_weight(weight, rows)
-        return lambda x: dnn._linear_pointwise(x, made, None, "none", [], "")
+        packed = dnn._reorder_linear_weight(weight, rows)
+        return lambda x: dnn._linear_pointwise(x, packed, None, "none", [], "")
 
     def by_mkl(weight: Tensor) -> Linear:
-        made = mkl._mkl_reorder_linear_weight(weight, rows)
-        return lambda x: mkl._mkl_linear(x, made, weight, None, rows)
+        packed = mkl._mkl_reorder_linear_weight(weight, rows)
+        return lambda x: mkl._mkl_linear(x, packed, weight, None, rows)
 
     def eager(weight: Tensor) -> Linear:
         return partial(F.linear, weight=weight)

@@ -61,20 +61,20 @@ def job(rank: int, options: Namespace) -> None:
     before = resident()
     model = OPEN[options.contestant](options.folder)
     shard = sum(local(p).numel() * p.element_size() for p in model.parameters())
-    found = torch.tensor([grown(before), shard], dtype=torch.int64)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
+    largest = torch.tensor([grown(before), shard], dtype=torch.int64)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
     if rank == 0:
-        Path(options.result).write_text(json.dumps(found.tolist()))
+        Path(options.result).write_text(json.dumps(largest.tolist()))
     if tpcore.is_initialized():
         tpcore.shutdown()
 
 
 def contestants(degrees: list[int]) -> list[tuple[str, str, int]]:
     """(name, how it opens, ranks)."""
-    found = [(f"tpcore, tp={tp}", "tpcore", tp) for tp in degrees]
+    names = [(f"tpcore, tp={tp}", "tpcore", tp) for tp in degrees]
     if importlib.util.find_spec("accelerate"):
-        found.append(("transformers, tp=2", "transformers", 2))
-    return [*found, ("transformers, one process", "whole", 1)]
+        names.append(("transformers, tp=2", "transformers", 2))
+    return [*names, ("transformers, one process", "whole", 1)]
 
 
 def show(options: Namespace) -> bool:

@@ -199,7 +199,7 @@ def entries(case: Case) -> list[Entry]:
         "fairscale": partial(_fairscale, case),
         "megatron-core": partial(_megatron, case),
     }
-    made = list(peers.importable(makers))
-    for entry in made:
+    entries = list(peers.importable(makers))
+    for entry in entries:
         peers.local(entry.weight.detach()).copy_(part(case.weight, 0, case.rank))
-    return [*_floors(case), *made]
+    return [*_floors(case), *entries]

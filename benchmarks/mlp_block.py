@@ -198,11 +198,11 @@ def entries(full: nn.Module, size: Size, rank: int) -> list[Entry]:
         "fairscale": _fairscale,
         "megatron-core": _megatron,
     }
-    made = list(peers.importable({name: partial(make, size) for name, make in makers.items()}))
-    for entry in made:
+    entries = list(peers.importable({name: partial(make, size) for name, make in makers.items()}))
+    for entry in entries:
         for parameter, value in zip(entry.parameters, _shards(full, rank), strict=True):
             peers.local(parameter.detach()).copy_(value)
-    return [*_floors(full, size, rank), *made]
+    return [*_floors(full, size, rank), *entries]
 
 
 def _check(entry: Entry, x: Tensor, grad: Tensor, full: nn.Module, rank: int) -> None:

@@ -79,7 +79,7 @@ Step = Callable[[Tensor], None]
 
 def _ddp(model: nn.Module, optimizer: Callable[[nn.Module], torch.optim.Optimizer]) -> Step:
     ddp = DistributedDataParallel(model)
-    return _of(ddp, optimizer(ddp), lambda made: made.step())
+    return _of(ddp, optimizer(ddp), lambda adamw: adamw.step())
 
 
 def _of(model: nn.Module, optimizer: torch.optim.Optimizer, finish: Callable[[torch.optim.Optimizer], object]) -> Step:
@@ -104,7 +104,7 @@ def fsdp2(model: nn.Module) -> Step:
     for block in model.children():
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    return _of(model, torch.optim.AdamW(model.parameters(), **OPTIONS), lambda made: made.step())
+    return _of(model, torch.optim.AdamW(model.parameters(), **OPTIONS), lambda adamw: adamw.step())
 
 
 def tpcore_adamw(model: nn.Module) -> Step:
@@ -112,8 +112,8 @@ def tpcore_adamw(model: nn.Module) -> Step:
 
 
 def tpcore_zero1(model: nn.Module) -> Step:
-    made = tpcore.Zero1(torch.optim.AdamW, model.named_parameters(), **OPTIONS)
-    return _of(model, made, tpcore.optimizer_step)
+    zero1 = tpcore.Zero1(torch.optim.AdamW, model.named_parameters(), **OPTIONS)
+    return _of(model, zero1, tpcore.optimizer_step)
 
 
 CONTESTANTS: dict[str, Callable[[nn.Module], Step]] = {
@@ -152,16 +152,16 @@ def job(rank: int, options: Namespace) -> None:
         peak = grown(before)
         weights = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
         squares = sum(float(w.detach().double().square().sum()) for w in weights)
-    found = torch.tensor([statistics.median(seconds), peak], dtype=torch.float64)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
+    largest = torch.tensor([statistics.median(seconds), peak], dtype=torch.float64)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
     if rank == 0:
-        result = {"seconds": float(found[0]), "peak": float(found[1]), "squares": squares}
+        result = {"seconds": float(largest[0]), "peak": float(largest[1]), "squares": squares}
         Path(options.result).write_text(json.dumps(result))
 
 
 def race(options: Namespace, world: int) -> dict[str, dict[str, list[float]]]:
     """By contestant, what its job said in each round."""
-    found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    measured: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     draw = random.Random(0)
     with tempfile.TemporaryDirectory(prefix="tpcore-bench-") as folder:
         for _ in range(options.rounds):
@@ -169,28 +169,28 @@ def race(options: Namespace, world: int) -> dict[str, dict[str, list[float]]]:
                 one = Namespace(**vars(options), contestant=name, result=f"{folder}/result.json")
                 start(job, one, world)
                 for key, value in json.loads(Path(one.result).read_text()).items():
-                    found[name][key].append(value)
-    squares = {name: keys["squares"][0] for name, keys in found.items()}
+                    measured[name][key].append(value)
+    squares = {name: keys["squares"][0] for name, keys in measured.items()}
     want = squares["DDP, AdamW"]
     for name, got in squares.items():
         if abs(got - want) > TOLERANCE * want:
             raise ValueError(f"{name}: the weights' squares sum to {got}, not {want}")
-    return found
+    return measured
 
 
 def show(options: Namespace, world: int) -> None:
     entries = sum(p.numel() for p in SIZES[options.size].build().parameters())
-    found = race(options, world)
-    floor = found["DDP, AdamW"]["seconds"]
+    measured = race(options, world)
+    floor = measured["DDP, AdamW"]["seconds"]
     lines = [
         f"**dp {world}, {entries:,} parameters** ({options.rounds} rounds of {options.steps} steps; "
-        f"in the end all {len(found)} hold equal weights)",
+        f"in the end all {len(measured)} hold equal weights)",
         "",
         "| | step | ratio to DDP, AdamW | peak memory | bytes a parameter |",
         "|---|---:|---:|---:|---:|",
     ]
     for name in CONTESTANTS:
-        seconds, peak = found[name]["seconds"], statistics.median(found[name]["peak"])
+        seconds, peak = measured[name]["seconds"], statistics.median(measured[name]["peak"])
         ratio = statistics.median(t / f for t, f in zip(seconds, floor, strict=True))
         lines.append(
             f"| {name} | {statistics.median(seconds) * 1e3:.4g} ms | {ratio:.3f} | {peak / 2**20:.4g} MiB | "

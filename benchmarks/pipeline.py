@@ -104,8 +104,8 @@ def _torch(ctx: tpcore.ParallelContext, count: int, x: Tensor, *, again: bool) -
     stage = pipelining.PipelineStage(Sleeper(again=again), place, pp.size, torch.device("cpu"), group=pp.process_group)
     schedule = pipelining.Schedule1F1B(stage, count, loss_fn=lambda y, target: y.square().mean())
     first, last = place == 0, place == pp.size - 1
-    given: dict[str, Any] = {"target": x} if last else {}
-    return lambda: schedule.step(*((x,) if first else ()), **given)
+    loss_arguments: dict[str, Any] = {"target": x} if last else {}
+    return lambda: schedule.step(*((x,) if first else ()), **loss_arguments)
 
 
 def _race(pp: int, count: int, rounds: int) -> dict[str, float]:
@@ -142,13 +142,13 @@ def _memory(pp: int, counts: tuple[int, ...]) -> dict[str, list[float]]:
     torch.set_num_threads(1)
     tpcore.init(backend="cpu_gloo", pp=pp)
     torch.manual_seed(0)
-    found: dict[str, list[float]] = {}
+    peaks: dict[str, list[float]] = {}
     for count in counts:
         for name, step in _real_steps(count).items():
             step()  # gradients are there from now on
-            found.setdefault(name, []).append(_peak(step) / (TOKENS * WIDTH * 4))
+            peaks.setdefault(name, []).append(_peak(step) / (TOKENS * WIDTH * 4))
     tpcore.shutdown()
-    return found
+    return peaks
 
 
 def _real_steps(count: int) -> dict[str, Callable[[], object]]:
@@ -210,11 +210,11 @@ def main() -> None:
         races, memory[pp] = tpcore.launch(_all, nprocs=pp, args=(pp, counts, options.rounds))[0]
         for count, best in zip(counts, races, strict=False):
             _times(pp, count, best, options.rounds)
-    for pp, found in memory.items():
+    for pp, peaks in memory.items():
         print(f"\n**Peak of a step on stage 0, pp={pp}** (in inputs of one microbatch)\n")
         print("| microbatches | " + " | ".join(map(str, counts)) + " |")
         print("|---|" + "---:|" * len(counts))
-        for name, row in found.items():
+        for name, row in peaks.items():
             print(f"| {name} | " + " | ".join(f"{value:.0f}" for value in row) + " |")
 
 

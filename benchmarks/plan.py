@@ -100,13 +100,13 @@ def choices(case: Case) -> list[Choice]:
     tokens = replace(tensor, ways=Ways(tp=2, sequence_parallel=True))
     stages = Choice(Ways(), pp=2)
     context = [replace(tensor, ways=Ways(cp=2, context_parallel=way), zero1=True) for way in ("gather", "ring")]
-    found = [alone, replace(alone, recompute=True), data, replace(data, recompute=True), tensor, tokens]
-    found += [replace(stages, microbatch=case.batch // m, microbatches=m) for m in (2, case.batch)]
+    meshes = [alone, replace(alone, recompute=True), data, replace(data, recompute=True), tensor, tokens]
+    meshes += [replace(stages, microbatch=case.batch // m, microbatches=m) for m in (2, case.batch)]
     if "num_local_experts" in case.config:
         experts = Choice(Ways(ep=2), microbatch=half, zero1=True)
         whole = replace(tensor, ways=Ways(tp=2, expert_parallel=True))
-        return [*found, experts, replace(experts, recompute=True), whole, replace(tensor, recompute=True)][:12]
-    return [*found, *context, replace(tokens, recompute=True), replace(tensor, microbatch=half, microbatches=2)]
+        return [*meshes, experts, replace(experts, recompute=True), whole, replace(tensor, recompute=True)][:12]
+    return [*meshes, *context, replace(tokens, recompute=True), replace(tensor, microbatch=half, microbatches=2)]
 
 
 # -- measured -----------------------------------------------------------------------------------------------
@@ -209,8 +209,8 @@ def compare(machine: Machine | None, cases: Sequence[Case], options: argparse.Na
             errors += [abs(row.predicted / row.measured - 1) for row in rows]
             memory += [row.off for row in rows]
             error = statistics.median(errors[-len(rows) :])
-            found = f"Kendall's tau of the steps {tau:.2f}, median error {error:.0%}"
-            say(f"\n**{case.name}**, {case.batch} x {case.seq_len} tokens: {found}\n")
+            summary = f"Kendall's tau of the steps {tau:.2f}, median error {error:.0%}"
+            say(f"\n**{case.name}**, {case.batch} x {case.seq_len} tokens: {summary}\n")
             say("| mesh | predicted step | measured | host | ratio | predicted peak | measured |")
             say("|---|---:|---:|---:|---:|---:|---:|")
             for row in rows:
@@ -258,15 +258,15 @@ def _over_hosts(job: tuple[Any, ...], options: argparse.Namespace) -> tuple[floa
     with tempfile.TemporaryDirectory() as home:
         wire = {"delay": options.delay / 1e3, "rate": options.rate * 1e6}
         on_hosts("benchmarks.plan:host_rank", (home, *job), per_host=1, **wire)
-        took, peak, probe = json.loads(Path(home, "found").read_text())
+        took, peak, probe = json.loads(Path(home, "rows").read_text())
     return took, peak, probe
 
 
 def host_rank(home: str, *job: Any) -> None:
     """A rank of a job over hosts, which writes what ``measure`` finds to ``home``."""
-    found, rank = measure(*job), int(os.environ["RANK"])
+    rows, rank = measure(*job), int(os.environ["RANK"])
     if rank == 0:
-        Path(home, "found").write_text(json.dumps(found))
+        Path(home, "rows").write_text(json.dumps(rows))
 
 
 def main() -> None:

@@ -94,14 +94,14 @@ def _llama(layers: int, hidden: int, heads: int, intermediate: int) -> dict[str,
     return {"model_type": "llama", **sizes, **more, "max_position_embeddings": 8192}
 
 
-def _megatron(name: str, shape: tuple[int, int, int], pp: int, batch: int, seconds: float, held: float) -> Run:
-    """``held``: GiB of figure 1, parameters and optimizer, and activations with sequence parallelism and selective
+def _megatron(name: str, shape: tuple[int, int, int], pp: int, batch: int, seconds: float, gib: float) -> Run:
+    """``gib``: GiB of figure 1, parameters and optimizer, and activations with sequence parallelism and selective
     recomputation, which keeps no attention scores: here, fused attention."""
     mesh, micro = {"pp": pp, "dp": 1, "tp": 8}, 4 if pp == 1 else 1
     beyond = "3 interleaved stages a device" if pp in (8, 35) else ""
     config = _gpt(*shape)
     run = (f"Megatron-LM {name}", _MEGATRON, "a100x8", config, mesh, batch, micro, 2048, False, seconds)
-    return Run(*run, memory=held * _GIB, beyond=beyond)
+    return Run(*run, memory=gib * _GIB, beyond=beyond)
 
 
 def _titan(
@@ -153,7 +153,7 @@ def compare_published() -> None:
                 bucket_mb=256,
             )
             p = predict(Reduced(str(folder), run.seq_len, torch.bfloat16), chosen, machine)
-            held = "" if run.memory is None else f"{run.memory / 2**30:.0f} GiB"
+            memory = "" if run.memory is None else f"{run.memory / 2**30:.0f} GiB"
             mfu = run.utilization(run.seconds) if run.mfu is None else run.mfu
             times = f"{run.seconds:.2f} s | {p.step:.2f} s | {mfu:.0%} | {run.utilization(p.step):.0%}"
-            say(f"| {run.name} | {run.devices} | {times} | {held} | {p.nbytes / 2**30:.0f} GiB | {run.beyond} |")
+            say(f"| {run.name} | {run.devices} | {times} | {memory} | {p.nbytes / 2**30:.0f} GiB | {run.beyond} |")

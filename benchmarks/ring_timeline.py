@@ -30,11 +30,11 @@ def measured(delay: float, rate: float, tokens: int) -> list[dict[str, Any]]:
         return [times.read(Path(home), number) for number in range(HOSTS)]
 
 
-def draw(found: list[dict[str, Any]], title: str, path: Path) -> None:
+def draw(events_of: list[dict[str, Any]], title: str, path: Path) -> None:
     import matplotlib.pyplot as plt
     from matplotlib.patches import Patch
 
-    rows = [(f"{way}, rank {number}", ranks[way]) for way in found[0] for number, ranks in enumerate(found)]
+    rows = [(f"{way}, rank {number}", ranks[way]) for way in events_of[0] for number, ranks in enumerate(events_of)]
     figure, axes = plt.subplots(figsize=(9, 2.6))
     for at, (_, events) in enumerate(rows):
         for name, begin, end in events:
@@ -56,18 +56,18 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="a .svg or .png")
     options = parser.parse_args()
     os.environ.setdefault("TPCORE_CHECK", "off")  # comparing calls waits for the other rank in each start
-    found = measured(options.delay / 1e3, options.rate * 1e6, options.tokens)
+    events_of = measured(options.delay / 1e3, options.rate * 1e6, options.tokens)
     wire = f"{options.rate:g} Mbit/s and {options.delay:g} ms each way"
     say(f"2 hosts, {wire}, {options.tokens:,} tokens a rank\n")
     say("| permutes | rank | computes | starts and waits | all |\n|---|---:|---:|---:|---:|")
-    for way in found[0]:
-        for number, ranks in enumerate(found):
+    for way in events_of[0]:
+        for number, ranks in enumerate(events_of):
             times = {name: sum(e - b for what, b, e in ranks[way] if what == name) * 1e3 for name in MEANING}
             last = max(end for _, _, end in ranks[way]) * 1e3
             others = times["start"] + times["wait"]
             say(f"| {way} | {number} | {times['compute']:.3g} ms | {others:.3g} ms | {last:.3g} ms |")
     if options.plot is not None:
-        draw(found, f"A ring over two hosts, {wire}", options.plot)
+        draw(events_of, f"A ring over two hosts, {wire}", options.plot)
     sys.stdout.write("\n")
     say(conditions(HOSTS))
 

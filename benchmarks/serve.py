@@ -95,11 +95,11 @@ def above_forward(models: dict[str, Any], ids: Tensor, turns: int) -> None:
                     extra[name].append(returned - started - max(model.rank_seconds))
                     looks[name].append(looked - returned)
     print()
-    for name, found in extra.items():
-        low, middle, high = (s * 1e6 for s in statistics.quantiles(found, n=4))
+    for name, seconds in extra.items():
+        low, middle, high = (s * 1e6 for s in statistics.quantiles(seconds, n=4))
         print(
             f"{name}: a call takes {middle:.0f} microseconds more than the slower rank's own forward "
-            f"(median of {len(found)}; middle half {low:.0f} to {high:.0f}); the sum of its output "
+            f"(median of {len(seconds)}; middle half {low:.0f} to {high:.0f}); the sum of its output "
             f"{statistics.median(looks[name]) * 1e6:.0f}"
         )
 
@@ -115,8 +115,8 @@ def sleeps(models: dict[str, Any], ids: Tensor, calls: int) -> None:
 
 
 def _switches(pid: int) -> int:
-    found = re.search(r"^voluntary_ctxt_switches:\s+(\d+)", Path(f"/proc/{pid}/status").read_text(), re.M)
-    return int(found[1]) if found else 0
+    match = re.search(r"^voluntary_ctxt_switches:\s+(\d+)", Path(f"/proc/{pid}/status").read_text(), re.M)
+    return int(match[1]) if match else 0
 
 
 def endurance(model: Any, ids: Tensor, calls: int) -> None:
@@ -152,12 +152,12 @@ def engines(size: Size, folder: Path, stack: ExitStack) -> Iterator[tuple[str, W
     }
     for name, (engine, world) in known.items():
         try:
-            made = Workers(size, str(folder), engine, world)
+            served = Workers(size, str(folder), engine, world)
         except ImportError as e:
             print(f"- left out: {name} ({e})")
             continue
-        stack.callback(made.close)
-        yield name, made
+        stack.callback(served.close)
+        yield name, served
 
 
 def run(size: Size, options: argparse.Namespace, folder: Path) -> None:

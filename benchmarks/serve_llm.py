@@ -132,12 +132,12 @@ def main(options: argparse.Namespace) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     tokens = sum(len(tokenizer(asked.text)["input_ids"]) for asked in exact)
     tool = [sys.executable, "-m", "tpcore", "serve", str(folder), "--name", "model", "--max-requests", "1000"]
-    theirs = [str(Path(sys.executable).parent / "transformers"), "serve", str(folder), "--continuous-batching"]
-    theirs += ["--cb-num-blocks", "64", "--cb-max-batch-tokens", "512", "--device", "cpu"]
+    plain = [str(Path(sys.executable).parent / "transformers"), "serve", str(folder), "--continuous-batching"]
+    plain += ["--cb-num-blocks", "64", "--cb-max-batch-tokens", "512", "--device", "cpu"]
     for name, command, threads, model in (
         ("tpcore serve, tp=2", [*tool, "--tp", "2"], max(1, cores // 2), "model"),
         ("tpcore serve, tp=1", [*tool, "--tp", "1"], cores, "model"),
-        ("transformers serve", theirs, cores, str(folder)),
+        ("transformers serve", plain, cores, str(folder)),
     ):
         work, port = requests(options.requests, options.seconds, options.longest), _port()
         seconds = served([*command, "--port", str(port)], threads, model, work, port)

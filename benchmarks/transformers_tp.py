@@ -122,8 +122,8 @@ def job(rank: int, options: Namespace) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(TP))
     transformers.utils.logging.disable_progress_bar()
     size: Size = SIZES[options.size]
-    made = torch.Generator().manual_seed(0)
-    ids = torch.randint(size.vocab, (size.batch, size.length), generator=made)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(size.vocab, (size.batch, size.length), generator=generator)
     gc.collect()
     before = resident()
     model: Any = CONTESTANTS[options.contestant](options.folder)
@@ -154,11 +154,11 @@ def job(rank: int, options: Namespace) -> None:
     peak = grown(before)
     model.eval()
     forwards = _timed(forward, options)
-    found = torch.tensor([seconds, forwards, opened, peak, shard], dtype=torch.float64)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
+    largest = torch.tensor([seconds, forwards, opened, peak, shard], dtype=torch.float64)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
     if rank == 0:
         keys = ("step", "forward", "opened", "peak", "shard")
-        result = {**dict(zip(keys, found.tolist(), strict=True)), "loss": losses[-1]}
+        result = {**dict(zip(keys, largest.tolist(), strict=True)), "loss": losses[-1]}
         Path(options.result).write_text(json.dumps(result))
     if tpcore.is_initialized():
         tpcore.shutdown()
@@ -178,20 +178,20 @@ def _timed(run: Callable[[], None], options: Namespace) -> float:
 
 def race(options: Namespace, names: list[str], folder: str) -> dict[str, dict[str, list[float]]]:
     """By contestant, what its job said in each round."""
-    found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    measured: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     draw = random.Random(0)
     for _ in range(options.rounds):
         for name in draw.sample(names, len(names)):
             one = Namespace(**vars(options), contestant=name, folder=folder, result=f"{folder}/result.json")
             start(job, one, TP)
             for key, value in json.loads(Path(one.result).read_text()).items():
-                found[name][key].append(value)
-    losses = {name: keys["loss"][0] for name, keys in found.items()}
+                measured[name][key].append(value)
+    losses = {name: keys["loss"][0] for name, keys in measured.items()}
     want = losses["tpcore"]
     for name, got in losses.items():
         if not abs(got - want) <= TOLERANCE * want:
             raise ValueError(f"{name}: the last loss is {got}, that of tpcore {want}")
-    return found
+    return measured
 
 
 def show(options: Namespace) -> None:
@@ -204,21 +204,21 @@ def show(options: Namespace) -> None:
         entries = sum(p.numel() for p in whole.parameters())
         whole.save_pretrained(folder)
         del whole
-        found = race(options, names, folder)
+        measured = race(options, names, folder)
     kind = "Mixtral" if size.experts else "Llama"
     lines = [
         f"**tp 2, {kind} of {entries:,} parameters** ({options.rounds} rounds of {options.steps} steps; "
-        f"the losses of all {len(found)} are the same)",
+        f"the losses of all {len(measured)} are the same)",
         "",
         "| | step | ratio to tpcore | forward | ratio | opened | shard | peak of training |",
         "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for name in names:
-        keys = found[name]
+        keys = measured[name]
         times = []
         for key in ("step", "forward"):
-            pairs = zip(keys[key], found["tpcore"][key], strict=True)
-            ratio = statistics.median(mine / floor for mine, floor in pairs)
+            pairs = zip(keys[key], measured["tpcore"][key], strict=True)
+            ratio = statistics.median(seconds / floor for seconds, floor in pairs)
             times.append(f"{statistics.median(keys[key]) * 1e3:.4g} ms | {ratio:.3f}")
         sizes = (f"{statistics.median(keys[key]) / 2**20:.4g} MiB" for key in ("opened", "shard", "peak"))
         lines.append(f"| {name} | {' | '.join(times)} | {' | '.join(sizes)} |")

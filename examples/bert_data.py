@@ -102,8 +102,8 @@ def batches(
     )
     # The loader draws a seed for its workers when the iteration begins. From torch's default generator,
     # that draw would shift the dropout of a resumed run.
-    own = torch.Generator().manual_seed(seed)
-    return iter(DataLoader(dataset, batch_sampler=EpochBatches(sampler, batch_size, start), generator=own))
+    generator = torch.Generator().manual_seed(seed)
+    return iter(DataLoader(dataset, batch_sampler=EpochBatches(sampler, batch_size, start), generator=generator))
 
 
 def convert(arguments: argparse.Namespace) -> None:

@@ -63,9 +63,9 @@ def whole_checkpoint(run: Path, out: Path) -> Path:
     """The newest checkpoint as a folder that `from_pretrained` opens."""
     options = json.loads((run / "run.json").read_text())
     consolidate(newest_checkpoint(run), out)
-    given = options["options"]
+    flags = options["options"]
     config = bert_config(
-        given["model_size"], vocab_size=options["vocabulary"], max_seq_length=int(given["max_seq_length"]), dropout=0.0
+        flags["model_size"], vocab_size=options["vocabulary"], max_seq_length=int(flags["max_seq_length"]), dropout=0.0
     )
     config.save_pretrained(out)
     return out

@@ -172,14 +172,14 @@ def _introduce(
 ) -> None:
     """Say what is about to run, on the terminal and in run.json."""
     ctx = tpcore.current()
-    held = sum(parameter.numel() for parameter in model.parameters())
+    parameters = sum(parameter.numel() for parameter in model.parameters())
     about = {
         "data": data.description,
         "sequences": len(data),
         "vocabulary": data.vocab_size,
         "tp": ctx.comm("tp").size,
         "dp": ctx.comm("dp").size,
-        "parameters_per_rank": held,
+        "parameters_per_rank": parameters,
         "torch": torch.__version__,
         "threads_per_rank": torch.get_num_threads(),
         "options": {name: str(value) for name, value in vars(arguments).items()},
@@ -187,7 +187,7 @@ def _introduce(
     (arguments.output_dir / "run.json").write_text(json.dumps(about, indent=2) + "\n")
     print(f"{data.description}; {len(data)} sequences of {data.max_seq_length} tokens")
     print(
-        f"BERT {arguments.model_size}, vocabulary {data.vocab_size}, {held:,} parameters on this rank;"
+        f"BERT {arguments.model_size}, vocabulary {data.vocab_size}, {parameters:,} parameters on this rank;"
         f" tp={about['tp']}, dp={about['dp']}; steps {first} to {last}",
         flush=True,
     )

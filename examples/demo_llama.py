@@ -190,13 +190,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
     parser.add_argument("--output_dir", type=Path, default=Path("demo/llama"))
     parser.add_argument("--steps", type=int, default=120)
-    given = parser.parse_args()
+    args = parser.parse_args()
     start = time.perf_counter()
     dp = 2 if (os.cpu_count() or 1) >= 4 else 1
     flags = (f"--tensor_parallel_size={TP}", "--zero_1")
-    out = given.output_dir
+    out = args.output_dir
     name = f"tp={TP} dp={dp}, ZeRO-1, tokens spread"
-    runs = [train("one process", out / "whole", given.steps), train(name, out / "cut", given.steps, TP * dp, flags, dp)]
+    runs = [train("one process", out / "whole", args.steps), train(name, out / "cut", args.steps, TP * dp, flags, dp)]
     report(runs, out)
     consolidate(out / "cut", out / "model")
     answer(out / "model", out / "traced", runs[1].tokens)

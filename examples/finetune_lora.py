@@ -130,8 +130,8 @@ def serve(folder: Path, traced: Path) -> dict[str, str]:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     with tpcore.models.trace_causal_lm(
         partial(sharded, folder.absolute()), TP, max_length=LENGTH, prompt_lengths=(32,)
-    ) as made:
-        parallel_model_save(made, traced)
+    ) as program:
+        parallel_model_save(program, traced)
     said, end = {}, tokenizer.eos_token_id
     with parallel_model_load(traced) as model:
         for question in FACTS:
@@ -146,13 +146,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
     parser.add_argument("--output_dir", type=Path, default=Path("demo/lora"))
     parser.add_argument("--steps", type=int, default=25)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
     logging.disable_progress_bar()
-    start, out = time.perf_counter(), given.output_dir
+    start, out = time.perf_counter(), arguments.output_dir
     folder = unpacked(out)
     print(f"unpacked: {time.perf_counter() - start:.0f} s", flush=True)
-    ranks = tpcore.launch(finetune, TP, args=(folder.absolute(), (out / "adapters").absolute(), given.steps))
+    ranks = tpcore.launch(finetune, TP, args=(folder.absolute(), (out / "adapters").absolute(), arguments.steps))
     before, after, losses, trained = ranks[0]
     print(f"{trained:,} trained entries on each of {TP} ranks; loss {losses[0]:.3f} -> {losses[-1]:.3f}", flush=True)
     served = serve(merged(folder, out / "adapters", out / "merged"), out / "traced")

@@ -63,9 +63,9 @@ def config(hidden: int, layers: int) -> LlamaConfig:
 
 def batches(ids: Tensor, batch: int, length: int) -> Iterator[Tensor]:
     """Pieces of the text from random places, the same on every rank."""
-    made = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     while True:
-        starts = torch.randint(len(ids) - length, (batch,), generator=made)
+        starts = torch.randint(len(ids) - length, (batch,), generator=generator)
         yield torch.stack([ids[start : start + length] for start in starts.tolist()])
 
 
@@ -141,9 +141,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     tokens = stream(out / "traced", tokenizer, prompt, arguments.new_tokens)
 
     whole: Any = AutoModelForCausalLM.from_pretrained(out / "model")
-    given = torch.tensor([prompt])
+    prompts = torch.tensor([prompt])
     options = {"max_new_tokens": arguments.new_tokens, "do_sample": False, "pad_token_id": 0}
-    expected = whole.generate(given, attention_mask=torch.ones_like(given), **options)
+    expected = whole.generate(prompts, attention_mask=torch.ones_like(prompts), **options)
     if expected[0, len(prompt) :].tolist() != tokens:
         raise SystemExit(f"FAILED: tp={tp} and transformers' generate give other tokens")
     print(f"the {len(tokens)} tokens equal those of transformers' generate in one process")

@@ -43,8 +43,8 @@ class MPITransport(Transport):
         return out
 
     def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Tensor:
-        got = self._exchanged(x, split_dim).movedim(0, concat_dim)
-        return got.flatten(concat_dim, concat_dim + 1).contiguous()
+        chunks = self._exchanged(x, split_dim).movedim(0, concat_dim)
+        return chunks.flatten(concat_dim, concat_dim + 1).contiguous()
 
     def _gathered(self, x: Tensor) -> Tensor:
         """Everyone's tensor, one after the other in a new first dim."""
@@ -56,9 +56,9 @@ class MPITransport(Transport):
     def _exchanged(self, x: Tensor, dim: int) -> Tensor:
         """Everyone's chunk for this rank, one after the other in a new first dim."""
         sent = x.detach().unflatten(dim, (self.size, x.shape[dim] // self.size)).movedim(dim, 0).contiguous()
-        got = torch.empty_like(sent)
-        self._handle.Alltoall(_bytes(sent), _bytes(got))
-        return got
+        received = torch.empty_like(sent)
+        self._handle.Alltoall(_bytes(sent), _bytes(received))
+        return received
 
 
 class MPIBackend(Backend):

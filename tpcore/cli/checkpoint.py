@@ -96,9 +96,9 @@ def reshard(
 
     reading = _reading(model_key, cut, trust)
     with _reporting(as_json) as progress:
-        left = reshard_checkpoint(src, out, tp, strict=strict, **reading, progress=progress)
-    report = f"{out}: for tp={tp}", *(f"left out: {why}" for why in left)
-    tell({"out": out, "tp": tp, "left_out": left}, as_json, *report)
+        left_out = reshard_checkpoint(src, out, tp, strict=strict, **reading, progress=progress)
+    report = f"{out}: for tp={tp}", *(f"left out: {why}" for why in left_out)
+    tell({"out": out, "tp": tp, "left_out": left_out}, as_json, *report)
     before = {row.name for row in inspect_checkpoint(src, **reading).rows if row.padded}
     padded = [row.name for row in inspect_checkpoint(out).rows if row.padded and row.name not in before]
     if padded and not as_json:
@@ -129,16 +129,16 @@ def inspect_(src: Src, model_key: Key = "model", cut: Cut = None, trust: Trust =
 
     reading = _reading(model_key, cut, trust)
     with _reporting(True):
-        found = inspect_checkpoint(src, **reading)
-    total = sum(row.bytes for row in found.rows)
+        inspected = inspect_checkpoint(src, **reading)
+    total = sum(row.bytes for row in inspected.rows)
     table = table_of("name", "shape", "dtype", "cut", "on each rank", "bytes", right=("bytes",))
-    for row in found.rows:
+    for row in inspected.rows:
         shape, local = ("x".join(map(str, dims)) or "scalar" for dims in (row.shape, row.local))
         table.add_row(row.name, shape, row.dtype, row.cut, local, f"{row.bytes:,}")
-    stages = f", pp={found.pp}" if found.pp > 1 else ""
-    below = f"{found.form}, tp={found.tp}{stages}: {len(found.rows)} tensors, {total:,} bytes"
-    entries = {**found._asdict(), "rows": [row._asdict() for row in found.rows], "bytes": total}
-    tell(entries, as_json, table, below)
+    stages = f", pp={inspected.pp}" if inspected.pp > 1 else ""
+    summary = f"{inspected.form}, tp={inspected.tp}{stages}: {len(inspected.rows)} tensors, {total:,} bytes"
+    entries = {**inspected._asdict(), "rows": [row._asdict() for row in inspected.rows], "bytes": total}
+    tell(entries, as_json, table, summary)
 
 
 @checkpoint.command()
@@ -155,17 +155,17 @@ def diff(
 
     reading = _reading(model_key, cut, trust)
     with _reporting(as_json) as progress:
-        found = list(diff_checkpoint(a, b, **reading, progress=progress))
+        differences = list(diff_checkpoint(a, b, **reading, progress=progress))
     rows = [  # with text in place of infinity and NaN, which JSON lacks
-        {k: str(v) if isinstance(v, float) and v - v != 0 else v for k, v in d._asdict().items()} for d in found
+        {k: str(v) if isinstance(v, float) and v - v != 0 else v for k, v in d._asdict().items()} for d in differences
     ]
     table = table_of("name", "difference", "max absolute", "max relative")
-    for d in found:
+    for d in differences:
         kind = d.why is not None and not d.absolute
         amounts = ("", "") if kind else (f"{d.absolute:.3g}", f"{d.relative:.3g}")
         table.add_row(d.name, d.why or "values", *amounts)
-    tell(rows, as_json, table if found else "the same")
-    raise typer.Exit(1 if found else 0)
+    tell(rows, as_json, table if differences else "the same")
+    raise typer.Exit(1 if differences else 0)
 
 
 @checkpoint.command()
@@ -175,9 +175,9 @@ def verify(src: Src, model_key: Key = "model", cut: Cut = None, trust: Trust = T
 
     reading = _reading(model_key, cut, trust)
     with _reporting(as_json) as progress:
-        wrong = verify_checkpoint(src, **reading, progress=progress)
-    tell({"path": src, "problems": wrong}, as_json, *(wrong or [f"{src}: complete and undamaged"]))
-    raise typer.Exit(1 if wrong else 0)
+        problems = verify_checkpoint(src, **reading, progress=progress)
+    tell({"path": src, "problems": problems}, as_json, *(problems or [f"{src}: complete and undamaged"]))
+    raise typer.Exit(1 if problems else 0)
 
 
 @contextmanager
@@ -185,8 +185,8 @@ def _reporting(quiet: bool) -> Iterator[Progress]:
     """A progress bar on a terminal; what is wrong with the input in one line on stderr, exit status 2."""
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
     console = Console(stderr=True)
-    shown = not quiet and console.is_terminal
-    bar = Bar(*columns, TimeRemainingColumn(), console=console, transient=True, disable=not shown)
+    visible = not quiet and console.is_terminal
+    bar = Bar(*columns, TimeRemainingColumn(), console=console, transient=True, disable=not visible)
     try:
         with bar, warnings.catch_warnings():
             warnings.showwarning = lambda message, *_, **__: typer.echo(f"warning: {message}", err=True)
@@ -201,10 +201,10 @@ def _named_by(config: str, adapter: str) -> dict[str, Any]:
     """For ``consolidate``: names as transformers or peft stores what a configuration is of, which is copied too."""
     from ..models.names import adapter_tensors, stored_tensors
 
-    given = adapter or config
-    folder = given if Path(given).is_dir() else str(Path(given).parent)
+    config_path = adapter or config
+    folder = config_path if Path(config_path).is_dir() else str(Path(config_path).parent)
     tensors = adapter_tensors if adapter else stored_tensors
-    return {"stored_as": partial(tensors, given), "beside": folder, "adapter": bool(adapter)}
+    return {"stored_as": partial(tensors, config_path), "beside": folder, "adapter": bool(adapter)}
 
 
 def _wrote(out: str, names: list[str], as_json: bool) -> None:

@@ -36,16 +36,16 @@ def show(*parts: str | Table) -> None:
             typer.echo(part)
 
 
-def tell(found: Any, as_json: bool, *parts: str | Table) -> None:
-    """Print ``found`` as JSON for programs, or ``parts`` for people."""
-    show(*((json.dumps(found, indent=2),) if as_json else parts))
+def tell(document: Any, as_json: bool, *parts: str | Table) -> None:
+    """Print ``document`` as JSON for programs, or ``parts`` for people."""
+    show(*((json.dumps(document, indent=2),) if as_json else parts))
 
 
 def dtype_of(name: str) -> torch.dtype:
-    found = getattr(torch, name, None)
-    if not (isinstance(found, torch.dtype) and found.is_floating_point):
+    dtype = getattr(torch, name, None)
+    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ValueError(f"torch has no floating dtype {name!r}")
-    return found
+    return dtype
 
 
 def numbers_of(option: str, text: str) -> list[int]:

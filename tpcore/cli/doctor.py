@@ -43,19 +43,19 @@ def report() -> dict[str, Section]:
     places = (path for kind in ("neuron", "nvidia") for path in sorted(Path("/dev").glob(f"{kind}[0-9]*")))
     devices = {path.name: "there" for path in places} or {"accelerators": "none"}
     efa = sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))
-    found = {}
+    installed = {}
     for info in registry.backends():
         usable, why = ("usable", info.remark) if info.usable else ("not usable", info.reason)
-        found[info.name] = f"{info.distribution} {info.version}: {usable} here{why and ': '}{why}"
+        installed[info.name] = f"{info.distribution} {info.version}: {usable} here{why and ': '}{why}"
     network = {name: _read(f"/sys/class/net/{name}/operstate") for _, name in socket.if_nameindex()}
-    shown = {name: value for name, value in settings.environment().items() if name.startswith(_SHOWN)}
+    env = {name: value for name, value in settings.environment().items() if name.startswith(_SHOWN)}
     return {
         "versions": versions,
         "machine": _machine(),
         "devices": {**devices, "EFA or InfiniBand": ", ".join(efa) or "none"},
         "network": {name: state or "state unknown" for name, state in network.items()},
-        "environment": dict(sorted(shown.items())) or {"variables of tpcore, launchers and networks": "none is set"},
-        "backends": found or {"installed": "none: pip install 'tpcore[cpu]'"},
+        "environment": dict(sorted(env.items())) or {"variables of tpcore, launchers and networks": "none is set"},
+        "backends": installed or {"installed": "none: pip install 'tpcore[cpu]'"},
         "what init() would choose": _choice(),
     }
 
@@ -104,17 +104,17 @@ def doctor(as_json: bool = typer.Option(False, "--json", help="Print JSON for pr
 
     For a report of a problem. Nothing is sent anywhere, and nothing is started.
     """
-    found, lines = report(), []
-    for section, values in found.items():
+    sections, lines = report(), []
+    for section, values in sections.items():
         lines += [f"{section}:", *(f"  {name}: {value}" for name, value in values.items())]
-    tell(found, as_json, *lines)
+    tell(sections, as_json, *lines)
 
 
 def backends(as_json: bool = typer.Option(False, "--json", help="Print a JSON list for programs.")) -> None:
     """List the installed backends: which can run on this machine, and what carries their collectives."""
-    found, reasons = registry.backends(), []
+    installed, reasons = registry.backends(), []
     table = table_of("backend", "from", "usable here", "group sizes", "traces")
-    for info in found:
+    for info in installed:
         usable, sizes, traces = "yes" if info.usable else "no, see below", "?", "?"
         if info.capabilities:
             limits = info.capabilities["group_sizes"]
@@ -123,7 +123,7 @@ def backends(as_json: bool = typer.Option(False, "--json", help="Print a JSON li
         table.add_row(info.name, f"{info.distribution} {info.version}", usable, sizes, traces)
         if text := info.remark if info.usable else info.reason:
             reasons.append(f"\n{info.name}: {text}")  # outside the table, which may break lines
-    tell([asdict(info) for info in found], as_json, table, *reasons)
+    tell([asdict(info) for info in installed], as_json, table, *reasons)
 
 
 def compile_ahead(
@@ -134,13 +134,13 @@ def compile_ahead(
 ) -> None:
     """Run a script's graphs without a device, and list each distinct program that it needs compiled."""
     try:
-        found = registry.backend_class(backend).compile_ahead(command, nprocs)
+        programs = registry.backend_class(backend).compile_ahead(command, nprocs)
     except BackendError as e:
         typer.echo(f"tpcore compile: {e}", err=True)
         raise typer.Exit(1) from e
     numbers = "runs", "operations"
     table = table_of("program", *numbers, "parameters", "collectives", "at", right=numbers)
-    for info in found:
+    for info in programs:
         size, site = f"{info.parameter_bytes / 1e6:.3g} MB", os.path.relpath(info.site.partition(" in ")[0])
         table.add_row(info.digest, str(info.runs), str(info.operations), size, info.collectives or "none", site)
-    tell([asdict(info) for info in found], as_json, table)
+    tell([asdict(info) for info in programs], as_json, table)

@@ -54,29 +54,29 @@ def explain_step(
     try:
         options |= {name: dtype_of(options[name]) for name in ("dtype", "master_dtype") if options[name] is not None}
         options |= {"max_norm": max_norm or None, "ranks": None if ranks is None else numbers_of("--ranks", ranks)}
-        found = explain(**options)
+        explanation = explain(**options)
         if plot is not None:
             with extra("plot", "--plot"):
-                save_picture(found, plot)
+                save_picture(explanation, plot)
     except Exception as e:  # what the model raises too: there is no step to show
         where = "".join(f" ({note})" for note in getattr(e, "__notes__", []))
         kind = "" if isinstance(e, ValueError | ImportError) else f"{type(e).__name__}: "
         typer.echo(f"tpcore explain: {kind}{e}{where}", err=True)
         raise typer.Exit(2) from e
-    tell(found.to_json(), as_json, *_parts(found))
-    problems = [problem for problem in (*found.mistakes, found.disagreement) if problem is not None]
+    tell(explanation.to_json(), as_json, *_parts(explanation))
+    problems = [problem for problem in (*explanation.mistakes, explanation.disagreement) if problem is not None]
     for problem in problems:
         typer.echo(f"\n{problem}", err=True)
     raise typer.Exit(1 if problems else 0)
 
 
-def _parts(found: Explanation) -> Iterator[str | Table]:
-    for ranks, program in found.programs:
-        axes = ", ".join(f"{axis}={n}" for axis, n in found.mesh.axes.items())
+def _parts(explanation: Explanation) -> Iterator[str | Table]:
+    for ranks, program in explanation.programs:
+        axes = ", ".join(f"{axis}={n}" for axis, n in explanation.mesh.axes.items())
         alike = f"ranks {', '.join(map(str, ranks))} alike" if len(ranks) > 1 else f"rank {ranks[0]}"
         yield f"{program.model} on {axes}: {alike}\n"
-        yield _memory(program, staged=found.mesh.axes["pp"] > 1)
-        yield from replicated(program, found.mesh.axes["tp"])
+        yield _memory(program, staged=explanation.mesh.axes["pp"] > 1)
+        yield from replicated(program, explanation.mesh.axes["tp"])
         idle = [p.name for p in program.parameters if not p.gradient]
         if idle:
             yield f"Without a gradient: {', '.join(idle[:8])}"
@@ -91,9 +91,9 @@ def _memory(program: Program, *, staged: bool) -> Table:
     numbers = ("elements", "parameters", "gradients", "optimizer", "together")
     table = table_of("on each rank", *numbers, right=numbers)
     cut = "cut, or of this stage" if staged else "cut over tp"
-    for name, shown in ((cut, (True,)), ("held in full", (False,)), ("all", (True, False))):
-        elements, *held = sizes(p for p in program.parameters if p.cut in shown)
-        table.add_row(name, f"{elements:,}", *map(size, held), size(sum(held)))
+    for name, cuts in ((cut, (True,)), ("held in full", (False,)), ("all", (True, False))):
+        elements, *nbytes = sizes(p for p in program.parameters if p.cut in cuts)
+        table.add_row(name, f"{elements:,}", *map(size, nbytes), size(sum(nbytes)))
     return table
 
 
@@ -114,14 +114,14 @@ def _traffic(program: Program) -> Table:
         if title != above:
             table.add_row(title, style="bold")
             above = title
-        what = f"  {call.op} of {call.dtype} {list(call.shape)}"
+        label = f"  {call.op} of {call.dtype} {list(call.shape)}"
         line = os.path.basename(call.site.partition(" in ")[0])
         at = ", ".join(part for part in (module, line) if part)
         row = size(call.nbytes), str(times), size(times * call.sent)
-        table.add_row(Text(f"{what}\n    {at}" if at else what), *row)
+        table.add_row(Text(f"{label}\n    {at}" if at else label), *row)
     for group in dict.fromkeys(map(_group, program.collectives)):
-        some = [c for c in program.collectives if _group(c) == group]
-        table.add_row(f"all over {group}", "", str(len(some)), size(sum(c.sent for c in some)), style="bold")
+        calls = [c for c in program.collectives if _group(c) == group]
+        table.add_row(f"all over {group}", "", str(len(calls)), size(sum(c.sent for c in calls)), style="bold")
     return table
 
 

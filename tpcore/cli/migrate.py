@@ -42,11 +42,11 @@ def migrate(
             continue
         files += 1
         stays += script.stays
-        for found in script.findings:
-            gone += found.new is None
-            typer.echo(f"{file}:{found.line}: {found.old} -> {found.new or 'nothing here'}")
-            if found.note:
-                typer.echo(f"    {found.note}")
+        for finding in script.findings:
+            gone += finding.new is None
+            typer.echo(f"{file}:{finding.line}: {finding.old} -> {finding.new or 'nothing here'}")
+            if finding.note:
+                typer.echo(f"    {finding.note}")
         new = script.rewritten()
         if new != text:
             changed += 1

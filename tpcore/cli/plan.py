@@ -66,29 +66,29 @@ def plan_mesh(
         sizes: dict[str, Any] = {"hosts": hosts, "devices": devices, "per_host": per_host, "machine": machine}
         sizes |= {"batch": batch, "seq_len": seq_len, "dtype": dtype_of(dtype), "capacity_factor": capacity_factor}
         sizes["memory"] = None if memory is None else float(bytes_of("--memory", memory, unit=True))
-        found = plan(target, **sizes, scaling=plot is not None)
-        title = f"{found.model} on {found.limits.devices} devices of {found.machine.name}"
-        if plot is not None and found.rows:
-            rows = [{"mesh": str(row.choice), "memory": row.memory, "seconds": row.seconds} for row in found.rows]
+        plans = plan(target, **sizes, scaling=plot is not None)
+        title = f"{plans.model} on {plans.limits.devices} devices of {plans.machine.name}"
+        if plot is not None and plans.rows:
+            rows = [{"mesh": str(row.choice), "memory": row.memory, "seconds": row.seconds} for row in plans.rows]
             with extra("plot", "--plot"):
-                save_pictures(rows, plot, title=title, limit=found.limits.memory, curves={found.model: found.curve})
+                save_pictures(rows, plot, title=title, limit=plans.limits.memory, curves={plans.model: plans.curve})
     except (ValueError, ImportError) as e:
         typer.echo(f"tpcore plan: {e}", err=True)
         raise typer.Exit(2) from e
-    tell(found.to_json(), as_json, *_parts(found, title))
-    raise typer.Exit(0 if found.rows else 1)
+    tell(plans.to_json(), as_json, *_parts(plans, title))
+    raise typer.Exit(0 if plans.rows else 1)
 
 
-def _parts(found: MeshPlan, title: str) -> Iterator[str | Table]:
-    limits = found.limits
+def _parts(plans: MeshPlan, title: str) -> Iterator[str | Table]:
+    limits = plans.limits
     step = f"{limits.batch} x {limits.seq_len} tokens a step, {str(limits.dtype).removeprefix('torch.')}"
-    yield f"{title}, {size(limits.memory)} each: {step}. {len(found.rows)} plans fit.\n"
-    if found.rows:
-        yield _table(found)
-        yield from _best_lines(found)
-    for why, count in sorted(found.refused.items(), key=lambda item: -item[1])[:_BEST]:
+    yield f"{title}, {size(limits.memory)} each: {step}. {len(plans.rows)} plans fit.\n"
+    if plans.rows:
+        yield _table(plans)
+        yield from _best_lines(plans)
+    for why, count in sorted(plans.refused.items(), key=lambda item: -item[1])[:_BEST]:
         yield f"does not fit, {count} times: {why}"
-    if found.machine.name in PUBLISHED:
+    if plans.machine.name in PUBLISHED:
         yield (
             "\nPredicted from published figures, not measured (tpcore plan --json names their sources). Not modelled: "
             "collectives beside compute, compilers that fuse, experts chosen unevenly."
@@ -98,8 +98,8 @@ def _parts(found: MeshPlan, title: str) -> Iterator[str | Table]:
 _BEST = 10  # plans that are shown
 
 
-def _table(found: MeshPlan) -> Table:
-    best = found.rows[:_BEST]
+def _table(plans: MeshPlan) -> Table:
+    best = plans.rows[:_BEST]
     kinds = list(dict.fromkeys(kind for row in best for kind in row.memory))
     numbers = "step", "tokens/s", "of peak", "memory", *kinds
     table = table_of("mesh; microbatches", *numbers, "time", right=numbers)
@@ -111,16 +111,16 @@ def _table(found: MeshPlan) -> Table:
     return table
 
 
-def _best_lines(found: MeshPlan) -> Iterator[str]:
+def _best_lines(plans: MeshPlan) -> Iterator[str]:
     from ..diagnose.plan.choice import launch_line, setup_lines, step_lines
 
-    choice, launched = found.best.choice, launch_line(found.limits.devices, found.machine.per_host)
-    dtype = str(found.limits.dtype).removeprefix("torch.")
-    yield f"\nThe first of them:\n\n  {launched}\n"
+    choice, command = plans.best.choice, launch_line(plans.limits.devices, plans.machine.per_host)
+    dtype = str(plans.limits.dtype).removeprefix("torch.")
+    yield f"\nThe first of them:\n\n  {command}\n"
     yield from (f"  {line}" for line in (*setup_lines(choice, dtype), "", *step_lines(choice)))
-    if found.cache is not None:
-        fit = (found.limits.memory - found.best.memory["parameters"]) / found.cache
-        served = f"{size(found.cache)} of keys and values on a device: {fit:,.0f} tokens fit beside its parameters"
+    if plans.cache is not None:
+        fit = (plans.limits.memory - plans.best.memory["parameters"]) / plans.cache
+        served = f"{size(plans.cache)} of keys and values on a device: {fit:,.0f} tokens fit beside its parameters"
         yield f"\nServed at tp={choice.ways.tp}, a token has {served}."
     yield ""
 

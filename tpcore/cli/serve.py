@@ -54,22 +54,22 @@ def serve(
     except OSError as e:
         raise typer.BadParameter(f"cannot listen at {host}:{port}: {e.strerror}") from None
     ended: list[int] = []  # the signals to end that have come
-    before = {n: signal.signal(n, lambda n, _: ended.append(n)) for n in (signal.SIGTERM, signal.SIGINT)}
+    handlers = {n: signal.signal(n, lambda n, _: ended.append(n)) for n in (signal.SIGTERM, signal.SIGINT)}
     try:
         with listener:
             raise typer.Exit(_rounds(options, listener, ended))
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
 def _rounds(options: dict[str, Any], listener: socket.socket, ended: list[int]) -> int:
     """Start the ranks, again after each loss. The exit code: 1 if they never came to serve, or twice in a row."""
-    at = "http://{}:{}".format(*listener.getsockname()[:2])
+    url = "http://{}:{}".format(*listener.getsockname()[:2])
     before = False  # whether they served the last time: what ended one rank may end it once more while it starts
     while True:
         started = time.monotonic()
-        served, lost = _round(options, listener, ended, at)
+        served, lost = _round(options, listener, ended, url)
         if ended:
             return 0
         if not (served or before):
@@ -79,7 +79,7 @@ def _rounds(options: dict[str, Any], listener: socket.socket, ended: list[int]) 
         before = served
 
 
-def _round(options: dict[str, Any], listener: socket.socket, ended: list[int], at: str) -> tuple[bool, str]:
+def _round(options: dict[str, Any], listener: socket.socket, ended: list[int], url: str) -> tuple[bool, str]:
     """From the start of the ranks to their end: whether they served, and why they ended."""
     processes, (store, job), (ready, write) = Processes(), host_store(), os.pipe()
     os.set_blocking(ready, False)
@@ -92,12 +92,12 @@ def _round(options: dict[str, Any], listener: socket.socket, ended: list[int], a
             with suppress(BlockingIOError):
                 if os.read(ready, 1):
                     served = True
-                    typer.echo(f"tpcore serve: {options['name']} at {at}, tp={tp}")
+                    typer.echo(f"tpcore serve: {options['name']} at {url}, tp={tp}")
             time.sleep(_POLL)
-        gone = [(rank, p.returncode) for rank, p in enumerate(processes.all) if p.poll() is not None]
+        exits = [(rank, p.returncode) for rank, p in enumerate(processes.all) if p.poll() is not None]
         if ended:
             processes.all[0].send_signal(signal.SIGTERM)
-        return served, "; ".join(f"rank {rank} {described(code)}" for rank, code in gone)
+        return served, "; ".join(f"rank {rank} {described(code)}" for rank, code in exits)
     finally:
         # ranks that do not serve yet have no requests to answer
         processes.close(_PATIENCE if ended and served else 0 if ended else _GRACE)

@@ -48,31 +48,31 @@ def verify(
     except BackendError as e:  # here once, before each rank says it
         typer.echo(f"tpcore verify: {e}", err=True)
         raise typer.Exit(2) from e
-    started, first = settings.WORLD_SIZE.is_set, not settings.WORLD_SIZE.is_set or settings.RANK.get() == 0
+    launched, first = settings.WORLD_SIZE.is_set, not settings.WORLD_SIZE.is_set or settings.RANK.get() == 0
     if model is not None:
         if not (model / "config.json").is_file():
             typer.echo(f"tpcore verify: {model} has no config.json", err=True)
             raise typer.Exit(2)
         options = {"sequence_parallel": sequence_parallel, "expert_parallel": expert_parallel, "dispatch": dispatch}
         args = (backend, tp, str(model), options, ep)
-        _tell(verify_model(*args) if started else launch(verify_model, tp * ep, args=args)[0], first)
-    report = on_rank(backend, tp) if started else launch(on_rank, tp, args=(backend, tp))[0]
+        _tell(verify_model(*args) if launched else launch(verify_model, tp * ep, args=args)[0], first)
+    report = on_rank(backend, tp) if launched else launch(on_rank, tp, args=(backend, tp))[0]
     if first:
         _show(report)
-        place = save or Path(f"tpcore-verify-{report.backend}-tp{tp}.json")
-        place.write_text(report.to_json())
-        typer.echo(f"saved as {place}")
+        path = save or Path(f"tpcore-verify-{report.backend}-tp{tp}.json")
+        path.write_text(report.to_json())
+        typer.echo(f"saved as {path}")
     raise typer.Exit(1 if report.wrong else 0)
 
 
-def _tell(found: ModelVerdict, first: bool) -> NoReturn:
+def _tell(verdict: ModelVerdict, first: bool) -> NoReturn:
     if first:
-        show(*found.lines)
-        if found.refused is not None:
-            typer.echo(f"tpcore verify: {found.refused}", err=True)
-        if found.wrong is not None:
-            typer.echo(f"WRONG: {found.wrong}")
-    raise typer.Exit(2 if found.refused is not None else 1 if found.wrong is not None else 0)
+        show(*verdict.lines)
+        if verdict.refused is not None:
+            typer.echo(f"tpcore verify: {verdict.refused}", err=True)
+        if verdict.wrong is not None:
+            typer.echo(f"WRONG: {verdict.wrong}")
+    raise typer.Exit(2 if verdict.refused is not None else 1 if verdict.wrong is not None else 0)
 
 
 def _show(report: Report) -> None:

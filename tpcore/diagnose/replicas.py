@@ -53,10 +53,10 @@ def check_replicas(model: nn.Module, optimizer: torch.optim.Optimizer | None = N
     usual causes. It reads every value: call it occasionally, after backward. Collective over the world.
     """
     ctx = current()
-    every = [
-        TensorDigest(*one) for theirs in gather([*_digests(model, optimizer, batch, ctx)], ctx.world) for one in theirs
+    digests = [
+        TensorDigest(*row) for rows in gather([*_digests(model, optimizer, batch, ctx)], ctx.world) for row in rows
     ]
-    problem = _difference(every, ctx) or _equality(every, ctx)
+    problem = _difference(digests, ctx) or _equality(digests, ctx)
     if problem is not None:
         raise ValueError(problem)
 
@@ -68,34 +68,34 @@ def _digests(
     data, stage = ctx.index(ctx.data), ctx.mesh.coords(ctx.rank).get("pp", 0)
     state: Any = {} if optimizer is None else optimizer.state
     for i, value in enumerate(t for t in tree_leaves(batch) if isinstance(t, Tensor)):
-        what = f"{tuple(value.shape)} {value.dtype} {_digest(value)[0]}"
-        yield TensorDigest(BATCH, f"tensor {i}", "", ctx.index(ctx.batch), what, True, ctx.rank)
+        digest = f"{tuple(value.shape)} {value.dtype} {_digest(value)[0]}"
+        yield TensorDigest(BATCH, f"tensor {i}", "", ctx.index(ctx.batch), digest, True, ctx.rank)
     for name, p in model.named_parameters():
-        yield from _held(PARAMETER, name, p.detach(), p, 0, ctx)
+        yield from _box_digests(PARAMETER, name, p.detach(), p, 0, ctx)
     for name, p in model.named_parameters():
         if p.requires_grad:
             grad = p.grad if p.grad is None or not p.grad.is_sparse else p.grad.to_dense()
-            yield from _held(GRADIENT, name, grad, p, data, ctx)
+            yield from _box_digests(GRADIENT, name, grad, p, data, ctx)
     for name, p in model.named_parameters():
         for key, value in state.get(p, {}).items():
-            called = f"{key} of {name}"
+            label = f"{key} of {name}"
             if isinstance(value, Tensor) and value.ndim and value.shape == p.shape:
-                yield from _held(STATE, called, value, p, 0, ctx)
+                yield from _box_digests(STATE, label, value, p, 0, ctx)
             elif isinstance(value, Tensor) and value.ndim:  # a chunk of Zero1: each dp rank has its own
                 box = "; ".join(box for box, _ in _boxes(p, p))
-                yield TensorDigest(STATE, called, box, data, *_digest(value), ctx.rank)
+                yield TensorDigest(STATE, label, box, data, *_digest(value), ctx.rank)
             else:
-                shown = repr(None if value is None else float(value))
-                yield TensorDigest(STATE, called, "", 0, shown, True, ctx.rank)
+                number = repr(None if value is None else float(value))
+                yield TensorDigest(STATE, label, "", 0, number, True, ctx.rank)
     for i, group in enumerate(() if optimizer is None else optimizer.param_groups):
         for name, value in group.items():
-            plain = value.tolist() if isinstance(value, Tensor) else value
-            if name not in ("params", "param_names") and isinstance(plain, (str, float, int, tuple, list)):
+            option = value.tolist() if isinstance(value, Tensor) else value
+            if name not in ("params", "param_names") and isinstance(option, (str, float, int, tuple, list)):
                 # stages may have other groups
-                yield TensorDigest(OPTION, f"{name} of group {i}", "", stage, repr(plain), True, ctx.rank)
+                yield TensorDigest(OPTION, f"{name} of group {i}", "", stage, repr(option), True, ctx.rank)
 
 
-def _held(
+def _box_digests(
     kind: str, name: str, value: Tensor | None, p: Tensor, of: int, ctx: ParallelContext
 ) -> Iterator[TensorDigest]:
     for box, part in _boxes(p if value is None else value, p):
@@ -105,11 +105,11 @@ def _held(
 
 def _boxes(value: Tensor, p: Tensor) -> Iterator[tuple[str, Tensor]]:
     """The boxes of the full tensor that ``value`` covers, each with its values."""
-    found = sharding(p)
-    if found is None:
+    placement = sharding(p)
+    if placement is None:
         yield "", value
         return
-    for box in found.layout.boxes(found.ctx.rank, found.ctx.mesh):
+    for box in placement.layout.boxes(placement.ctx.rank, placement.ctx.mesh):
         yield f"{list(box.full)}+{list(box.size)}", narrowed(value, box.local, box.size)
 
 
@@ -120,17 +120,17 @@ def _digest(value: Tensor) -> tuple[str, bool]:
 
 
 # -- all ranks' tensors ------------------------------------------------------------------------------------
-def _difference(every: Sequence[TensorDigest], ctx: ParallelContext) -> str | None:
+def _difference(digests: Sequence[TensorDigest], ctx: ParallelContext) -> str | None:
     """A message about the first tensor, in model order, whose values of one box differ between two ranks."""
     first: dict[tuple[str, str, str, int], TensorDigest] = {}
     wrong: dict[tuple[str, str], tuple[TensorDigest, TensorDigest]] = {}
-    for held in every:
-        other = first.setdefault(held[:4], held)
-        if other.digest != held.digest:
-            wrong.setdefault(held[:2], (other, held))
+    for entry in digests:
+        other = first.setdefault(entry[:4], entry)
+        if other.digest != entry.digest:
+            wrong.setdefault(entry[:2], (other, entry))
     if not wrong:
         return None
-    a, b = wrong[next(held[:2] for held in every if held[:2] in wrong)]
+    a, b = wrong[next(entry[:2] for entry in digests if entry[:2] in wrong)]
     missing = " (one has none)" if "none" in (a.digest, b.digest) else ""
     return (
         f"{a.kind.format(a.name)} differs between {_where(a.rank, ctx)} and {_where(b.rank, ctx)}, which should "
@@ -138,21 +138,21 @@ def _difference(every: Sequence[TensorDigest], ctx: ParallelContext) -> str | No
     )
 
 
-def _equality(every: Sequence[TensorDigest], ctx: ParallelContext) -> str | None:
+def _equality(digests: Sequence[TensorDigest], ctx: ParallelContext) -> str | None:
     """A message about the first tensor of which two ranks have equal values of different boxes."""
-    values = {(h.name, h.rank, h.box): h.digest for h in every if h.kind == PARAMETER}
+    values = {(h.name, h.rank, h.box): h.digest for h in digests if h.kind == PARAMETER}
     first: dict[tuple[str, str, int, str], TensorDigest] = {}
-    for held in every:
-        if held.kind not in (PARAMETER, GRADIENT) or held.constant:
+    for entry in digests:
+        if entry.kind not in (PARAMETER, GRADIENT) or entry.constant:
             continue
-        other = first.setdefault((held.kind, held.name, held.of, held.digest), held)
+        other = first.setdefault((entry.kind, entry.name, entry.of, entry.digest), entry)
         # equal weights may have equal gradients
-        alike = values[held.name, held.rank, held.box] == values[other.name, other.rank, other.box]
-        if other.box != held.box and (held.kind == PARAMETER or not alike):
-            a, b = _where(other.rank, ctx), _where(held.rank, ctx)
+        alike = values[entry.name, entry.rank, entry.box] == values[other.name, other.rank, other.box]
+        if other.box != entry.box and (entry.kind == PARAMETER or not alike):
+            a, b = _where(other.rank, ctx), _where(entry.rank, ctx)
             return (
-                f"{held.kind.format(held.name)} has the same values on {a} and {b}, which hold different parts of it, "
-                f"{other.box} and {held.box} (start + size). Usual cause: it was broadcast or averaged over "
+                f"{entry.kind.format(entry.name)} has the same values on {a} and {b}, which hold different parts of "
+                f"it, {other.box} and {entry.box} (start + size). Usual cause: it was broadcast or averaged over "
                 "tp, as DistributedDataParallel over all ranks does: give it "
                 'process_group=ctx.comm("dp").process_group'
             )
@@ -160,5 +160,5 @@ def _equality(every: Sequence[TensorDigest], ctx: ParallelContext) -> str | None
 
 
 def _where(rank: int, ctx: ParallelContext) -> str:
-    shown = ", ".join(f"{axis} {i}" for axis, i in ctx.mesh.coords(rank).items() if ctx.mesh.axes[axis] > 1)
-    return f"rank {rank} ({shown})" if shown else f"rank {rank}"
+    coords = ", ".join(f"{axis} {i}" for axis, i in ctx.mesh.coords(rank).items() if ctx.mesh.axes[axis] > 1)
+    return f"rank {rank} ({coords})" if coords else f"rank {rank}"

@@ -26,28 +26,28 @@ def pattern(name: str) -> str:
 
 def kinds(calls: Iterable[Collective]) -> list[tuple[Collective, str, int]]:
     """(the first, its module with ``*`` for numbers that differ, how many) of equal collectives of several layers."""
-    found: dict[tuple[object, ...], list[Collective]] = {}
+    groups: dict[tuple[object, ...], list[Collective]] = {}
     for call in calls:
         key = (call.phase, call.axes, call.size, call.op, call.shape, call.dtype, pattern(call.module))
-        found.setdefault(key, []).append(call)
+        groups.setdefault(key, []).append(call)
     return [
-        (some[0], some[0].module if len({call.module for call in some}) == 1 else pattern(some[0].module), len(some))
-        for some in found.values()
+        (same[0], same[0].module if len({call.module for call in same}) == 1 else pattern(same[0].module), len(same))
+        for same in groups.values()
     ]
 
 
 def alike(parameters: Iterable[Parameter]) -> list[tuple[str, Parameter, int]]:
     """(name with ``*``, the first of them, how many) of parameters that differ only in a layer's number."""
-    found: dict[tuple[object, ...], list[Parameter]] = {}
+    groups: dict[tuple[object, ...], list[Parameter]] = {}
     for p in parameters:
-        found.setdefault((pattern(p.name), p.shape, p.full), []).append(p)
-    return [(pattern(some[0].name), some[0], len(some)) for some in found.values()]
+        groups.setdefault((pattern(p.name), p.shape, p.full), []).append(p)
+    return [(pattern(same[0].name), same[0], len(same)) for same in groups.values()]
 
 
 def sizes(parameters: Iterable[Parameter]) -> tuple[int, int, int, int]:
     """Number of elements, and bytes of the parameters, of their gradients, of the optimizer's state."""
-    some = [(math.prod(p.shape), p.nbytes, p.gradient, p.optimizer) for p in parameters]
-    elements, nbytes, gradients, states = (sum(column) for column in zip((0, 0, 0, 0), *some, strict=True))
+    rows = [(math.prod(p.shape), p.nbytes, p.gradient, p.optimizer) for p in parameters]
+    elements, nbytes, gradients, states = (sum(column) for column in zip((0, 0, 0, 0), *rows, strict=True))
     return elements, nbytes, gradients, states
 
 
@@ -81,24 +81,24 @@ def size(nbytes: float) -> str:
 
 
 # -- pictures, by matplotlib --------------------------------------------------------------------------------
-def save_picture(found: Explanation, path: Path) -> None:
+def save_picture(explanation: Explanation, path: Path) -> None:
     """Draw the first program. The suffix of ``path`` chooses the format. Needs matplotlib."""
     from matplotlib.figure import Figure
 
-    _, program = found.programs[0]
+    _, program = explanation.programs[0]
     rows = [row for row in alike(program.parameters) if len(row[1].full) > 1 or row[1].cut]
     height = 0.6 + 0.2 * len(rows)
     figure = Figure(figsize=(11, 4.2 + height), layout="constrained")
     cells: list[Any] = [["memory", "traffic"], ["cut", "cut"]]
     places = figure.subplot_mosaic(cells, width_ratios=[1, 2.4], height_ratios=[4.2, height])
-    mesh = ", ".join(f"{axis}={n}" for axis, n in found.mesh.axes.items() if n > 1) or "one rank"
+    mesh = ", ".join(f"{axis}={n}" for axis, n in explanation.mesh.axes.items() if n > 1) or "one rank"
     figure.suptitle(f"{program.model}, {mesh}: one rank, one training step")
-    held = {
+    parts = {
         label: sizes(p for p in program.parameters if p.cut is cut)[1:]
         for cut, label in ((True, "cut over tp"), (False, "held in full"))
     }
-    totals = [f"{kind}\n{size(sum(held[label][i] for label in held))}" for i, kind in enumerate(_KINDS)]
-    _stacked(places["memory"], totals, held, "memory")
+    totals = [f"{kind}\n{size(sum(parts[label][i] for label in parts))}" for i, kind in enumerate(_KINDS)]
+    _stacked(places["memory"], totals, parts, "memory")
     places["memory"].xaxis.set_major_formatter(_as_size)
     _traffic(places["traffic"], program)
     _cut(places["cut"], rows)

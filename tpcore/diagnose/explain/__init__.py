@@ -39,8 +39,8 @@ class Explanation:
     @property
     def mistakes(self) -> tuple[str, ...]:
         """Places where a step computes something else than the whole model would, with module and remedy."""
-        found = dict.fromkeys(text for _, program in self.programs for text in program.mistakes)
-        return (*found, *([] if self.difference is None else [self.difference]))
+        texts = dict.fromkeys(text for _, program in self.programs for text in program.mistakes)
+        return (*texts, *([] if self.difference is None else [self.difference]))
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -56,8 +56,8 @@ class Explanation:
     def to_json(self) -> dict[str, Any]:
         programs = [{"ranks": list(ranks), **dataclasses.asdict(program)} for ranks, program in self.programs]
         for entry, (_, program) in zip(programs, self.programs, strict=True):
-            for told, call in zip(entry["collectives"], program.collectives, strict=True):
-                told["sent"] = call.sent
+            for row, call in zip(entry["collectives"], program.collectives, strict=True):
+                row["sent"] = call.sent
         return {
             "mesh": dict(self.mesh.axes),
             "torch": torch.__version__,
@@ -111,9 +111,9 @@ def explain(
     change = function(parallelize) if isinstance(parallelize, str) else parallelize
     if plan is not None and change is not None:
         raise ValueError("parallelize and plan are two ways to cut a model: give one")
-    asked: dict[str, Any] = {"sequence_parallel": sequence_parallel or None, "context_parallel": context_parallel}
-    asked |= {"dispatch": None if dispatch == "gathered" else dispatch, "capacity_factor": capacity_factor}
-    options = {name: value for name, value in asked.items() if value is not None}
+    keywords: dict[str, Any] = {"sequence_parallel": sequence_parallel or None, "context_parallel": context_parallel}
+    keywords |= {"dispatch": None if dispatch == "gathered" else dispatch, "capacity_factor": capacity_factor}
+    options = {name: value for name, value in keywords.items() if value is not None}
     if cp > 1 and plan is None and change is None and isinstance(target, str) and ":" not in target:
         plan = AUTO  # nothing else deals the tokens of a model of transformers
     if options and plan is None:
@@ -123,7 +123,7 @@ def explain(
 
         change = partial(by_plan, plan=rules_in(plan) if isinstance(plan, str) else plan, **options)
 
-    def made() -> tuple[nn.Module, Inputs]:
+    def build_model() -> tuple[nn.Module, Inputs]:
         model, inputs = build(target, batch_size, seq_len)
         if plan is not None:
             model, inputs = model.to(dtype=dtype), with_labels(model, inputs)
@@ -131,29 +131,29 @@ def explain(
 
     for rank in ranks or ():
         mesh.coords(rank)  # raises for a rank outside the mesh
-    every, last = range(mesh.size), {axis: n - 1 for axis, n in mesh.axes.items()}
+    world, last = range(mesh.size), {axis: n - 1 for axis, n in mesh.axes.items()}
     if ranks is None and mesh.size > _MANY:
-        ranks = [r for r in every if all(at in (0, last[axis]) for axis, at in mesh.coords(r).items())]
-    chosen = every if ranks is None else sorted(set(ranks))
-    make = _optimizer(optimizer, master_dtype)
-    take = partial(record, made, mesh, dtype=dtype, optimizer=make, max_norm=max_norm)
-    found = {r: take(r) for r in chosen}
-    alike: dict[Program, list[int]] = {}
-    for rank, (program, _) in found.items():
-        alike.setdefault(program, []).append(rank)
-    problem = _first_disagreement(mesh, {r: program.collectives for r, (program, _) in found.items()})
-    differs = _difference(mesh, {r: notes for r, (_, notes) in found.items()}, lambda r: take(r)[1])
-    return Explanation(mesh, tuple((tuple(r), p) for p, r in alike.items()), problem, differs)
+        ranks = [r for r in world if all(at in (0, last[axis]) for axis, at in mesh.coords(r).items())]
+    recorded = world if ranks is None else sorted(set(ranks))
+    make_optimizer = _optimizer(optimizer, master_dtype)
+    record_rank = partial(record, build_model, mesh, dtype=dtype, optimizer=make_optimizer, max_norm=max_norm)
+    records = {r: record_rank(r) for r in recorded}
+    groups: dict[Program, list[int]] = {}
+    for rank, (program, _) in records.items():
+        groups.setdefault(program, []).append(rank)
+    problem = _first_disagreement(mesh, {r: program.collectives for r, (program, _) in records.items()})
+    difference = _difference(mesh, {r: notes for r, (_, notes) in records.items()}, lambda r: record_rank(r)[1])
+    return Explanation(mesh, tuple((tuple(r), p) for p, r in groups.items()), problem, difference)
 
 
 def _first_disagreement(mesh: Mesh, programs: Mapping[int, Sequence[Collective]]) -> str | None:
     """Run the ranks' collectives against each other; return a message about the first that hangs or differs. None if
     all fit. Only members in ``programs`` are compared. Two members agree if they make the same collective from the
     same module: with equal calls from different layers, one gets the other's numbers."""
-    done = dict.fromkeys(programs, 0)
-    made: Counter[tuple[int, ...]] = Counter()
+    positions = dict.fromkeys(programs, 0)
+    counts: Counter[tuple[int, ...]] = Counter()
     while True:
-        waiting = {r: calls[done[r]] for r, calls in programs.items() if done[r] < len(calls)}
+        waiting = {r: calls[positions[r]] for r, calls in programs.items() if positions[r] < len(calls)}
         if not waiting:
             return None
         groups = {r: mesh.group(*c.axes, within=c.size).members(r) for r, c in waiting.items()}
@@ -169,37 +169,37 @@ def _first_disagreement(mesh: Mesh, programs: Mapping[int, Sequence[Collective]]
                 for r, calls in programs.items()
             ]
             return "the step would hang, its ranks waiting for one another:\n" + "\n".join(lines)
-        of, first = attrgetter("op", "shape", "dtype", "phase", "module"), present[0]
-        other = next((r for r in present if of(waiting[r]) != of(waiting[first])), None)
+        signature, first = attrgetter("op", "shape", "dtype", "phase", "module"), present[0]
+        other = next((r for r in present if signature(waiting[r]) != signature(waiting[first])), None)
         if other is not None:
             return (
-                f"ranks {first} and {other} of group {members} disagree on collective #{made[members]} of the "
+                f"ranks {first} and {other} of group {members} disagree on collective #{counts[members]} of the "
                 f"group:\n  rank {first}: {waiting[first]}\n  rank {other}: {waiting[other]}\n"
                 "Every rank of a group must make the same collectives in the same order."
             )
-        made[members] += 1
+        counts[members] += 1
         for rank in present:
-            done[rank] += 1
+            positions[rank] += 1
 
 
 def _difference(mesh: Mesh, notes: Mapping[int, Sequence[Note]], again: Callable[[int], Sequence[Note]]) -> str | None:
     """The first difference between ranks of a tp group. None if ``again`` gives a rank other notes than before."""
     for group in mesh.group("tp").partition:
         ranks = [r for r in group if r in notes]
-        found = first_difference(ranks, [notes[r] for r in ranks]) if ranks else None
-        if found is not None and again(ranks[0]) == notes[ranks[0]]:
-            return found
+        difference = first_difference(ranks, [notes[r] for r in ranks]) if ranks else None
+        if difference is not None and again(ranks[0]) == notes[ranks[0]]:
+            return difference
     return None
 
 
-def _optimizer(chosen: str | MakeOptimizer, master_dtype: torch.dtype | None) -> MakeOptimizer:
-    zero, _, name = chosen.partition(":") if isinstance(chosen, str) else ("", "", "")
+def _optimizer(optimizer: str | MakeOptimizer, master_dtype: torch.dtype | None) -> MakeOptimizer:
+    zero, _, name = optimizer.partition(":") if isinstance(optimizer, str) else ("", "", "")
     if zero.lower() == "zero1":
         cls = _class(name or "AdamW")
         return lambda params: Zero1(cls, params, master_dtype=master_dtype)
     if master_dtype is not None:
         raise ValueError("master_dtype is for optimizer='zero1': only Zero1 keeps master weights")
-    return _class(chosen) if isinstance(chosen, str) else chosen
+    return _class(optimizer) if isinstance(optimizer, str) else optimizer
 
 
 def _class(name: str) -> type[torch.optim.Optimizer]:

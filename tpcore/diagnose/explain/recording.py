@@ -140,8 +140,8 @@ def tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, Mapping) or dataclasses.is_dataclass(value):
         yield from tensors(list((value if isinstance(value, Mapping) else vars(value)).values()))
     elif isinstance(value, list | tuple):
-        for one in value:
-            yield from tensors(one)
+        for element in value:
+            yield from tensors(element)
 
 
 def _site() -> str:

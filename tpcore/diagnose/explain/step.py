@@ -63,11 +63,11 @@ class StageCost:
     @classmethod
     def of(cls, name: str, layers: PipelinedLayers, x: Tensor) -> StageCost:
         schedule = Schedule(layers.pp.size, layers.num_microbatches)
-        one = nbytes_of(x) // schedule.microbatches
+        nbytes = nbytes_of(x) // schedule.microbatches
         numbers = tuple(number for number, _ in layers.named_children())
         at = layers.stage.place, schedule.stages, schedule.microbatches, numbers, schedule.bubble
-        sent = 2 * (schedule.ticks - 1) * one if schedule.stages > 1 else 0
-        return cls(name, *at, one, schedule.ticks * one, schedule.inputs_held * one, sent)
+        sent = 2 * (schedule.ticks - 1) * nbytes if schedule.stages > 1 else 0
+        return cls(name, *at, nbytes, schedule.ticks * nbytes, schedule.inputs_held * nbytes, sent)
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,8 @@ def record(
     check_fits(backend, mesh)
     checks = Checks(recorder.mistake if meter is None else None, running=False)  # a meter is for what a step costs
     ctx = ParallelContext(backend, mesh, rank, checks)
-    kept, meta = torch.random.fork_rng(devices=[]), torch.device("meta")
-    with use(ctx), in_eager_mode(), kept, _explain_errors(rank, recorder), meta:
+    rng, meta = torch.random.fork_rng(devices=[]), torch.device("meta")
+    with use(ctx), in_eager_mode(), rng, _explain_errors(rank, recorder), meta:
         recorder.phase = "building"
         model, inputs = build()
         for i, t in enumerate(tensors(inputs)):
@@ -123,8 +123,8 @@ def record(
     owners = {id(p): type(m).__name__ for m in model.modules() for p in m.parameters(recurse=False)}
     parameters = tuple(_info(n, p, owners[id(p)], gradients.get(id(p), 0), state) for n, p in model.named_parameters())
     stages = tuple(StageCost.of(name, *pipeline) for name, pipeline in recorder.pipelines.items())
-    found = parameters, tuple(recorder.calls), stages, routes, tuple(recorder.mistakes)
-    return Program(type(model).__name__, *found), tuple(checks.notes)
+    fields = parameters, tuple(recorder.calls), stages, routes, tuple(recorder.mistakes)
+    return Program(type(model).__name__, *fields), tuple(checks.notes)
 
 
 def _context_route(model: nn.Module, inputs: Inputs) -> Iterator[tuple[str, str]]:
@@ -132,18 +132,18 @@ def _context_route(model: nn.Module, inputs: Inputs) -> Iterator[tuple[str, str]
     if isinstance(ids, Tensor) and "cp" in current().mesh.axes:
         from ...models.context import context_costs
 
-        found = context_costs(model, ids.shape[1])
-        if found is not None:
-            yield "context_parallel", found
+        costs = context_costs(model, ids.shape[1])
+        if costs is not None:
+            yield "context_parallel", costs
 
 
 def _update(
-    model: nn.Module, recorder: Recorder, optimizer: MakeOptimizer, max_norm: float | None
+    model: nn.Module, recorder: Recorder, make_optimizer: MakeOptimizer, max_norm: float | None
 ) -> torch.optim.Optimizer:
     """Reduce, clip and step."""
     recorder.phase = "making the optimizer"
-    made = optimizer([p for p in model.parameters() if p.requires_grad])
-    stepping = stepping_of(made)
+    optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
+    stepping = stepping_of(optimizer)
     recorder.phase = "reduction"
     stepping.reduce_gradients()
     if max_norm is not None:
@@ -151,23 +151,23 @@ def _update(
         scale_to(stepping.gradients(), stepping.norm(), max_norm)
     recorder.phase = "optimizer"
     with torch.device("cpu"):  # torch's optimizers keep their step count there
-        made.step()
-    return made
+        optimizer.step()
+    return optimizer
 
 
 def _loss(model: nn.Module, inputs: Inputs, dtype: torch.dtype | None) -> Tensor:
     """The result of ``inputs`` if it is a function, else the model's own loss, else the sum of outputs."""
     if callable(inputs) and not isinstance(inputs, Tensor):
-        found = inputs(model)
-        if not isinstance(found, Tensor) or found.numel() != 1:
-            raise ValueError(f"the loss function returned {_kind(found)}, not a tensor of one element")
-        return found
-    given = dict(inputs) if isinstance(inputs, Mapping) else inputs  # of transformers there are mappings of other kinds
-    moved = tree_map_only(Tensor, lambda t: t.to("meta", dtype if t.is_floating_point() else None), given)
-    if isinstance(moved, Mapping):
-        out = model(**moved)
+        scalar = inputs(model)
+        if not isinstance(scalar, Tensor) or scalar.numel() != 1:
+            raise ValueError(f"the loss function returned {_kind(scalar)}, not a tensor of one element")
+        return scalar
+    batch = dict(inputs) if isinstance(inputs, Mapping) else inputs  # of transformers there are mappings of other kinds
+    meta_batch = tree_map_only(Tensor, lambda t: t.to("meta", dtype if t.is_floating_point() else None), batch)
+    if isinstance(meta_batch, Mapping):
+        out = model(**meta_batch)
     else:
-        out = model(*moved) if isinstance(moved, tuple | list) else model(moved)
+        out = model(*meta_batch) if isinstance(meta_batch, tuple | list) else model(meta_batch)
     loss = getattr(out, "loss", None)
     if isinstance(loss, Tensor):
         return loss
@@ -182,10 +182,10 @@ def _kind(value: Any) -> str:
 
 
 def _info(name: str, p: nn.Parameter, layer: str, gradient: int, state: Mapping[Any, Any]) -> Parameter:
-    found, dtype = sharding(p), str(p.dtype).removeprefix("torch.")
-    full, cut = (tuple(p.shape), False) if found is None else (found.layout.shape, bool(found.axes))
-    kept = sum(map(nbytes_of, tensors(state.get(p, {}))))
-    return Parameter(name, layer, tuple(p.shape), full, dtype, cut, nbytes_of(p), gradient, kept)
+    placement, dtype = sharding(p), str(p.dtype).removeprefix("torch.")
+    full, cut = (tuple(p.shape), False) if placement is None else (placement.layout.shape, bool(placement.axes))
+    state_bytes = sum(map(nbytes_of, tensors(state.get(p, {}))))
+    return Parameter(name, layer, tuple(p.shape), full, dtype, cut, nbytes_of(p), gradient, state_bytes)
 
 
 @contextmanager

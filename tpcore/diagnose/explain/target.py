@@ -36,26 +36,26 @@ def function(name: str) -> Factory:
         if "" not in sys.path:
             sys.path.insert(0, "")  # so that modules of the current directory are found, as by `python -m`
         module = importlib.import_module(place)
-    found = getattr(module, attribute, None)
-    if not callable(found):
+    factory = getattr(module, attribute, None)
+    if not callable(factory):
         raise ValueError(f"{place} has no function {attribute!r}")
-    return found  # type: ignore[no-any-return]
+    return factory  # type: ignore[no-any-return]
 
 
 def _from_file(path: Path) -> Any:
     path = path.resolve()
     if not path.is_file():
         raise ValueError(f"there is no file {path}")
-    known = sys.modules.get(path.stem)
-    if known is not None and getattr(known, "__file__", None) == str(path):
-        return known
+    loaded = sys.modules.get(path.stem)
+    if loaded is not None and getattr(loaded, "__file__", None) == str(path):
+        return loaded
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
         raise ValueError(f"{path} is not a Python file")
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))  # so that the files next to it are found, as by `python path`
     module = importlib.util.module_from_spec(spec)
-    if known is None:
+    if loaded is None:
         sys.modules[path.stem] = module
     spec.loader.exec_module(module)
     return module
@@ -69,13 +69,13 @@ def build(target: str | Factory, batch_size: int, seq_len: int) -> tuple[nn.Modu
         return _hugging_face(target, batch_size, seq_len)
     factory = function(target) if isinstance(target, str) else target
     sizes = {"batch_size": batch_size, "seq_len": seq_len}
-    taken = inspect.signature(factory).parameters
-    made = factory(**{k: v for k, v in sizes.items() if k in taken})
-    if isinstance(made, nn.Module):
-        return made, _guess_inputs(made, batch_size, seq_len)
-    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
-        return made
-    raise ValueError(f"{target} returned {type(made).__name__}, not a module, or a module and its inputs")
+    parameters = inspect.signature(factory).parameters
+    output = factory(**{k: v for k, v in sizes.items() if k in parameters})
+    if isinstance(output, nn.Module):
+        return output, _guess_inputs(output, batch_size, seq_len)
+    if isinstance(output, tuple) and len(output) == 2 and isinstance(output[0], nn.Module):
+        return output
+    raise ValueError(f"{target} returned {type(output).__name__}, not a module, or a module and its inputs")
 
 
 def _guess_inputs(model: nn.Module, batch_size: int, seq_len: int) -> Tensor:

@@ -76,18 +76,18 @@ def calibrate(
     count = launch(_devices, 1, args=(name,))[0] if devices is None else devices
     if count < 2:
         raise ValueError(f"calibration needs 2 devices or more, to measure their links, and there is {count}")
-    device, near, measured = launch(_measure, count, args=(name, seconds * 0.8, True))[0]
-    far, where = near, "not measured between hosts: one host only"
+    device, near, fields = launch(_measure, count, args=(name, seconds * 0.8, True))[0]
+    far, caveat = near, "not measured between hosts: one host only"
     if device == "cpu":  # shared memory is for one host; between hosts there are sockets
         far = launch(_measure, count, args=(name, seconds * 0.2, False), env={"TPCORE_SHM": "0"})[0][1]
-        where = "sockets of one host, without a network"
-    how = f"measured {date.today()}, torch {torch.__version__}, {count} ranks over {name}"
+        caveat = "sockets of one host, without a network"
+    method = f"measured {date.today()}, torch {torch.__version__}, {count} ranks over {name}"
     (inside, inside_text), (between, between_text) = _fitted(near), _fitted(far)
-    source = dict.fromkeys(("per_host", "memory", "memory_bandwidth", "overhead", "attention"), how)
-    source["flops"] = f"{how}: square matmuls, all ranks at once, less an operator's overhead"
-    source |= {"inside": f"{how}: {inside_text}", "between": f"{how}: {between_text}; {where}"}
+    source = dict.fromkeys(("per_host", "memory", "memory_bandwidth", "overhead", "attention"), method)
+    source["flops"] = f"{method}: square matmuls, all ranks at once, less an operator's overhead"
+    source |= {"inside": f"{method}: {inside_text}", "between": f"{method}: {between_text}; {caveat}"}
     host = platform.node() or "this machine"
-    machine = Machine(name=host, per_host=count, hosts=1, inside=inside, between=between, source=source, **measured)
+    machine = Machine(name=host, per_host=count, hosts=1, inside=inside, between=between, source=source, **fields)
     if path is not None:
         machine.write(path)
     return machine
@@ -98,14 +98,14 @@ def fit(calls: Sequence[AllReduce]) -> tuple[Link, float]:
     terms = np.array([[c.steps / c.seconds, c.sent / c.seconds] for c in calls])
     latency, per_byte = np.linalg.lstsq(terms, np.ones(len(calls)), rcond=None)[0]
     if latency < 0:  # then without one; and without the other where larger tensors took no longer
-        latency, per_byte = 0.0, _alone(terms[:, 1])
+        latency, per_byte = 0.0, _fit_one(terms[:, 1])
     elif per_byte < _FASTEST:
-        latency, per_byte = _alone(terms[:, 0]), _FASTEST
+        latency, per_byte = _fit_one(terms[:, 0]), _FASTEST
     error = statistics.median(abs(terms @ [latency, per_byte] - 1).tolist())
     return Link(float(latency), float(1 / per_byte)), error
 
 
-def _alone(terms: Any) -> float:
+def _fit_one(terms: Any) -> float:
     """The factor that brings all terms nearest to 1."""
     return float(terms.sum() / (terms @ terms))
 
@@ -113,8 +113,8 @@ def _alone(terms: Any) -> float:
 def _fitted(calls: Sequence[AllReduce]) -> tuple[Link, str]:
     """The link, and how it was found: the fit over all groups, and the links over the groups of each size."""
     link, error = fit(calls)
-    each = ((n, fit([c for c in calls if c.ranks == n])[0]) for n in sorted({c.ranks for c in calls}))
-    groups = (f"of {n}: {one.latency * 1e6:.3g} us a step and {one.bandwidth / 1e6:.4g} MB/s" for n, one in each)
+    links = ((n, fit([c for c in calls if c.ranks == n])[0]) for n in sorted({c.ranks for c in calls}))
+    groups = (f"of {n}: {x.latency * 1e6:.3g} us a step and {x.bandwidth / 1e6:.4g} MB/s" for n, x in links)
     span = f"all-reduces of {calls[0].nbytes:,} to {calls[-1].nbytes:,} bytes fitted, median error {error:.0%}"
     return link, f"{span}; groups {', '.join(groups)}"
 
@@ -140,19 +140,19 @@ def _measure(backend: str, seconds: float, everything: bool) -> tuple[str, list[
             raise ValueError(f"{backend} compiles its programs, so a step's parts cannot be measured: name a machine")
         device = ctx.device
         share = seconds / (len(_DTYPES) * len(_MATMULS) + 2 * len(_REDUCED) * math.log2(ctx.world.size + 1) + 80)
-        reduced = all_reduces(ctx, share)
+        calls = all_reduces(ctx, share)
         if not everything:
-            return device.type, reduced, {}
+            return device.type, calls, {}
         overhead = _overhead(ctx.world, device)
         flops = {str(d).removeprefix("torch."): _rates(d, ctx.world, device, overhead, share) for d in _DTYPES}
         target, source = (torch.ones(_COPIED, dtype=torch.uint8, device=device) for _ in range(2))
         bandwidth = 2 * _COPIED / _time(partial(target.copy_, source), share, ctx.world)
         count, run = _attention(device)
-        measured: dict[str, Any] = {"flops": flops, "memory_bandwidth": bandwidth, "overhead": overhead}
-        measured["attention"] = count / _time(run, share, ctx.world) / max(rate for _, rate in flops["float32"])
-        measured["operators"] = _moved(ctx.world, device, overhead, share)
-        measured["memory"] = _memory(device, ctx.world.size)
-        return device.type, reduced, measured
+        fields: dict[str, Any] = {"flops": flops, "memory_bandwidth": bandwidth, "overhead": overhead}
+        fields["attention"] = count / _time(run, share, ctx.world) / max(rate for _, rate in flops["float32"])
+        fields["operators"] = _bandwidths(ctx.world, device, overhead, share)
+        fields["memory"] = _memory(device, ctx.world.size)
+        return device.type, calls, fields
     finally:
         shutdown()
 
@@ -171,9 +171,9 @@ def between_hosts(ctx: ParallelContext, per_host: int, seconds: float) -> list[A
 
 def _all_reduces(ctx: ParallelContext, axes: Mapping[str, int], axis: str, seconds: float) -> list[AllReduce]:
     comm = ctx.backend.comm(Mesh(axes).group(axis), ctx.rank)
-    one = torch.ones(1, device=ctx.device)
+    scalar = torch.ones(1, device=ctx.device)
     for _ in range(_WARM):
-        comm.all_reduce(one)
+        comm.all_reduce(scalar)
     tensors = ((n, torch.ones(n // 4, device=ctx.device)) for n in _REDUCED)
     return [AllReduce(comm.size, n, _time(partial(comm.all_reduce, x), seconds, ctx.world)) for n, x in tensors]
 
@@ -182,24 +182,24 @@ def _rates(dtype: torch.dtype, world: Comm, device: torch.device, overhead: floa
     points = []
     for n in _MATMULS:
         a, b = (torch.ones(n, n, dtype=dtype, device=device) for _ in range(2))
-        took = _time(partial(torch.mm, a, b), seconds, world)
+        elapsed = _time(partial(torch.mm, a, b), seconds, world)
         # an operator's overhead counts apart; what is left of a small one is at least a part of it
-        points.append((2.0 * n**3, 2.0 * n**3 / max(took - overhead, took / 4)))
-        if took * 8 > _SLOWEST:
+        points.append((2.0 * n**3, 2.0 * n**3 / max(elapsed - overhead, elapsed / 4)))
+        if elapsed * 8 > _SLOWEST:
             break
     return tuple(points)
 
 
-def _moved(world: Comm, device: torch.device, overhead: float, seconds: float) -> dict[str, Curve]:
+def _bandwidths(world: Comm, device: torch.device, overhead: float, seconds: float) -> dict[str, Curve]:
     """Bytes a second of operators without FLOPs, on float32 tensors, by size and torch's name."""
-    found: dict[str, list[tuple[float, float]]] = {}
+    samples: dict[str, list[tuple[float, float]]] = {}
     for size in _SIZES:
         x, y, z = (torch.rand(size // 4 // _WIDTH, _WIDTH, device=device) + 0.5 for _ in range(3))
         for packet, args in _calls(x, y, z):
             name, _, nbytes = cost_of(packet, args, {}, packet(*args))
-            took = _time(partial(packet, *args), seconds, world)
-            found.setdefault(name, []).append((nbytes, nbytes / max(took - overhead, took / 4)))
-    curves = {name: tuple(points) for name, points in found.items()}
+            elapsed = _time(partial(packet, *args), seconds, world)
+            samples.setdefault(name, []).append((nbytes, nbytes / max(elapsed - overhead, elapsed / 4)))
+    curves = {name: tuple(points) for name, points in samples.items()}
     return curves | {name: curves[other] for name, other in _SAME_AS.items()}
 
 
@@ -219,12 +219,12 @@ def _overhead(world: Comm, device: torch.device) -> float:
 def _time(run: Callable[[], Any], seconds: float, comm: Comm) -> float:
     """The time of a run, the slowest rank's: of turns the median, in a turn the mean, since where ranks share a core a
     short run is alone on it and waits between two. All ranks make as many runs, in ``seconds``."""
-    one = torch.ones(1, device=comm.position.device)
-    comm.all_reduce(one)  # all begin together
-    times = int(seconds / max(_agreed(_time_of(run, 2), comm), 1e-7))
-    each = min(max(times // _TURNS, 1), 2000 // _TURNS)
-    comm.all_reduce(one)
-    return statistics.median(_agreed(_time_of(run, each), comm) for _ in range(_TURNS))
+    scalar = torch.ones(1, device=comm.position.device)
+    comm.all_reduce(scalar)  # all begin together
+    times = int(seconds / max(_longest(_time_of(run, 2), comm), 1e-7))
+    per_turn = min(max(times // _TURNS, 1), 2000 // _TURNS)
+    comm.all_reduce(scalar)
+    return statistics.median(_longest(_time_of(run, per_turn), comm) for _ in range(_TURNS))
 
 
 def _time_of(run: Callable[[], Any], times: int) -> float:
@@ -235,7 +235,7 @@ def _time_of(run: Callable[[], Any], times: int) -> float:
     return (time.perf_counter() - start) / times
 
 
-def _agreed(seconds: float, comm: Comm) -> float:
+def _longest(seconds: float, comm: Comm) -> float:
     """The longest of all ranks."""
     return float(comm.all_reduce(torch.tensor([seconds], device=comm.position.device), "max"))
 

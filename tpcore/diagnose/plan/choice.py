@@ -40,13 +40,13 @@ class Choice:
 
     def __str__(self) -> str:
         axes = [f"{axis} {n}" for axis, n in self.mesh.axes.items() if n > 1] or ["1 device"]
-        more = [f"{self.microbatches} x {self.microbatch}"]
-        more += ["sequence parallel"] if self.ways.tp > 1 and self.ways.sequence_parallel else []
-        more += ["whole experts"] if self.ways.tp > 1 and self.ways.expert_parallel else []
-        more += [self.ways.context_parallel or "gather"] if self.ways.cp > 1 else []
-        more += ["recompute"] if self.recompute and self.pp == 1 else []
-        more += ["Zero1"] if self.zero1 else []
-        return f"{', '.join(axes)}; {', '.join(more)}"
+        details = [f"{self.microbatches} x {self.microbatch}"]
+        details += ["sequence parallel"] if self.ways.tp > 1 and self.ways.sequence_parallel else []
+        details += ["whole experts"] if self.ways.tp > 1 and self.ways.expert_parallel else []
+        details += [self.ways.context_parallel or "gather"] if self.ways.cp > 1 else []
+        details += ["recompute"] if self.recompute and self.pp == 1 else []
+        details += ["Zero1"] if self.zero1 else []
+        return f"{', '.join(axes)}; {', '.join(details)}"
 
 
 def launch_line(devices: int, per_host: int) -> str:
@@ -73,10 +73,10 @@ def setup_lines(choice: Choice, dtype: str) -> list[str]:
     elif choice.recompute:
         lines.append("model.gradient_checkpointing_enable()")
     if choice.zero1:
-        more = {"bucket_mb": int(choice.bucket_mb)} if choice.bucket_mb != 4 else {}
-        half = ["master_dtype=torch.float32"] if dtype in ("bfloat16", "float16") else []
-        words = ["torch.optim.AdamW", "model.named_parameters()", *half, *([_arguments(more)] if more else [])]
-        lines.append(f"optimizer = tpcore.Zero1({', '.join(words)}, lr=lr)")
+        bucket = {"bucket_mb": int(choice.bucket_mb)} if choice.bucket_mb != 4 else {}
+        master = ["master_dtype=torch.float32"] if dtype in ("bfloat16", "float16") else []
+        args = ["torch.optim.AdamW", "model.named_parameters()", *master, *([_arguments(bucket)] if bucket else [])]
+        lines.append(f"optimizer = tpcore.Zero1({', '.join(args)}, lr=lr)")
     else:
         lines.append("optimizer = torch.optim.AdamW(model.parameters(), lr=lr)")
     return lines

@@ -51,13 +51,13 @@ def parts_of(program: Program, meter: Meter) -> dict[tuple[str, str], PartCosts]
 
 
 def held_by(program: Program, meter: Meter) -> dict[tuple[str, bool], HeldBytes]:
-    found: dict[tuple[str, bool], HeldBytes] = {}
+    totals: dict[tuple[str, bool], HeldBytes] = {}
     for p in program.parameters:
         region = meter.region("parameters", p.name) or AFTER
         key = region, any(p.name.startswith(f"{name}.") for name in meter.shares)
-        held = HeldBytes(p.nbytes, p.gradient, p.optimizer, float(math.prod(p.shape)), 1.0)
-        found[key] = found.get(key, HeldBytes()) + held
-    return found
+        sizes = HeldBytes(p.nbytes, p.gradient, p.optimizer, float(math.prod(p.shape)), 1.0)
+        totals[key] = totals.get(key, HeldBytes()) + sizes
+    return totals
 
 
 def on_line(one: StepCosts, two: StepCosts, batch: float) -> StepCosts:
@@ -71,8 +71,8 @@ def on_line(one: StepCosts, two: StepCosts, batch: float) -> StepCosts:
         b = two.parts.get(key, a)
         pairs = list(zip(a.operators, b.operators, strict=False))
         if [o.name for o in a.operators] != [o.name for o in b.operators]:  # loops over chunks of tokens
-            mine, theirs = by_name(a.operators), by_name(b.operators)
-            pairs = [(mine[name], theirs.get(name, mine[name])) for name in mine]
+            single, double = by_name(a.operators), by_name(b.operators)
+            pairs = [(single[name], double.get(name, single[name])) for name in single]
         operators = [
             Operator(x.name, at(x.flops, y.flops), at(x.nbytes, y.nbytes), at(x.times, y.times)) for x, y in pairs
         ]
@@ -90,12 +90,12 @@ def compact(costs: StepCosts) -> StepCosts:
 
 def by_name(operators: Iterable[Operator]) -> dict[str, Operator]:
     """One for each name, of the mean size."""
-    found: dict[str, list[Operator]] = {}
+    groups: dict[str, list[Operator]] = {}
     for operator in operators:
-        found.setdefault(operator.name, []).append(operator)
-    made = {}
-    for name, some in found.items():
-        times = sum(o.times for o in some)
-        flops, nbytes = (sum(getattr(o, f) * o.times for o in some) / times for f in ("flops", "nbytes"))
-        made[name] = Operator(name, flops, nbytes, times)
-    return made
+        groups.setdefault(operator.name, []).append(operator)
+    means = {}
+    for name, group in groups.items():
+        times = sum(o.times for o in group)
+        flops, nbytes = (sum(getattr(o, f) * o.times for o in group) / times for f in ("flops", "nbytes"))
+        means[name] = Operator(name, flops, nbytes, times)
+    return means

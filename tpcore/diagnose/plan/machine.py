@@ -90,12 +90,12 @@ class Machine:
         """FLOP/s of a matmul of ``flops`` FLOPs, between two points by the logarithm. ValueError for another dtype."""
         if dtype not in self.flops:
             raise ValueError(f"{self.name} has no matmul rate for {dtype!r}; it has {', '.join(sorted(self.flops))}")
-        return _on(self.flops[dtype], flops)
+        return _interpolate(self.flops[dtype], flops)
 
     def moved(self, name: str, nbytes: float) -> float:
         """Bytes a second of an operator that reads and writes ``nbytes`` and has no FLOPs."""
         curve = self.operators.get(name)
-        return self.memory_bandwidth if curve is None else _on(curve, nbytes)
+        return self.memory_bandwidth if curve is None else _interpolate(curve, nbytes)
 
     @classmethod
     def read(cls, path: str | Path) -> Machine:
@@ -109,7 +109,7 @@ class Machine:
         Path(path).write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
 
 
-def _on(curve: Curve, size: float) -> float:
+def _interpolate(curve: Curve, size: float) -> float:
     if size <= curve[0][0]:
         return curve[0][1]
     for (low, slow), (high, fast) in pairwise(curve):
@@ -187,16 +187,16 @@ _FIELDS = ("per_host", "memory", "flops", "memory_bandwidth", "overhead", "insid
 _NVLINK, _NETWORK = 3.4e-6, 14e-6  # seconds of a step: NCCL, hwLat
 
 
-def _neuron(name: str, page: str, cores: int, link: float, network: float, moved: str, wire: str) -> Machine:
-    """``link``: GiB/s that a core sends. ``network``: Gb/s of an instance. ``moved`` and ``wire``: what is published
-    of the memory's bandwidth and of the network."""
+def _neuron(name: str, page: str, cores: int, link: float, network: float, bandwidth: str, wire: str) -> Machine:
+    """``link``: GiB/s that a core sends. ``network``: Gb/s of an instance. ``bandwidth`` and ``wire``: what is
+    published of the memory's bandwidth and of the network."""
     unpublished = "its latency is not published: NCCL's for a network step is assumed"
     peaks = {"bfloat16": 95e12, "float16": 95e12, "float32": 23.75e12}  # of one of the two cores of a chip
     sources = (
         f"{page}: {cores // 2} chips of 2 NeuronCores",
         f"{page}: {16 * cores} GiB in {cores} cores",
         f"{page}: {95 * cores:,} TFLOPS of BF16 and {23.75 * cores:g} of FP32 in {cores} cores",
-        f"{page}: {moved}",
+        f"{page}: {bandwidth}",
         "assumed: a step is one compiled program, no operator waits for its host",
         f"{page}: NeuronLink-v2, {4 * link:g} GiB/s a chip, read as both directions together, so {link:g} GiB/s that a "
         f"core sends; {unpublished}",
@@ -206,7 +206,7 @@ def _neuron(name: str, page: str, cores: int, link: float, network: float, moved
     return _published((name, cores, 16 * _GIB), peaks, 410.0 * _GIB, *links, 0.0, sources)
 
 
-def _nvidia(name: str, page: str, half: float, single: float, moved: float, link: float, port: float) -> Machine:
+def _nvidia(name: str, page: str, half: float, single: float, bandwidth: float, link: float, port: float) -> Machine:
     """``half`` and ``single``: FLOP/s of dense BF16 and of FP32; the others: bytes a second."""
     host = f"NVIDIA DGX {page.split()[1]} data sheet"
     nccl = "latency: NCCL, src/graph/tuning.cc, hwLat of a Simple ring step"
@@ -214,13 +214,13 @@ def _nvidia(name: str, page: str, half: float, single: float, moved: float, link
         f"{host}: 8 GPUs",
         f"{page}: 80 GB; what a device shows beyond 10^9 bytes each is left to CUDA's context",
         f"{page}: {half / 1e12:g} TFLOPS of dense BF16, {single / 1e12:g} of FP32 without TF32",
-        f"{page}: {moved / 1e9:,g} GB/s",
+        f"{page}: {bandwidth / 1e9:,g} GB/s",
         "assumed: torch takes some microseconds to launch an operator",
         f"{page}: NVLink, {2 * link / 1e9:g} GB/s in both directions together; {nccl}",
         f"{host}: 8 ports of {8 * port / 1e9:g} Gb/s for 8 GPUs; {nccl}",
     )
     peaks, links = {"bfloat16": half, "float16": half, "float32": single}, (Link(_NVLINK, link), Link(_NETWORK, port))
-    return _published((name, 8, 80_000_000_000), peaks, moved, *links, 5e-6, sources)
+    return _published((name, 8, 80_000_000_000), peaks, bandwidth, *links, 5e-6, sources)
 
 
 _TRN1 = "AWS Neuron documentation, Trn1 architecture (awsdocs-neuron, trn1-arch)"

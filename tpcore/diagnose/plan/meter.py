@@ -64,7 +64,7 @@ class Meter(TorchDispatchMode):
         self._results, self._layers = results, tuple(layers)
         self.shares: Mapping[str, float] = {}
         """By the name of a layer of experts, the part of its grouped matmuls' rows that is computed."""
-        self._held = 0.0
+        self._live = 0.0
         self._entry = 0.0
         self._storages: weakref.WeakValueDictionary[int, torch.UntypedStorage] = weakref.WeakValueDictionary()
         self._before: set[str] = set()  # modules that ran before all layers
@@ -74,17 +74,17 @@ class Meter(TorchDispatchMode):
     def on(self, recorder: Recorder, model: nn.Module, inputs: Any) -> Iterator[None]:
         """Meter what runs inside the block; ``model``'s own tensors and ``inputs`` are no part of what is held."""
         self._recorder = recorder
-        known = [t for t in (*model.parameters(), *model.buffers(), *tree_leaves(inputs)) if isinstance(t, Tensor)]
-        self._known = [t.untyped_storage() for t in known]  # kept, so that no other storage gets their place
-        self._ignored = {storage._cdata for storage in self._known}
+        tensors = [t for t in (*model.parameters(), *model.buffers(), *tree_leaves(inputs)) if isinstance(t, Tensor)]
+        self._excluded = [t.untyped_storage() for t in tensors]  # kept, so that no other storage gets their place
+        self._excluded_keys = {storage._cdata for storage in self._excluded}
         with self, _Kernels(self):
             yield
-        self._part.delta += self._held - self._entry
+        self._part.delta += self._live - self._entry
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         packet = func._overloadpacket
-        key = None if func.is_view or func._schema.is_mutable else (func, _alike(args), _alike(kwargs))
+        key = None if func.is_view or func._schema.is_mutable else (func, _signature(args), _signature(kwargs))
         if key in self._results:
             shape, stride, dtype, cost = self._results[key]
             out = _aten.empty_strided.default(shape, stride, dtype=dtype, device="meta")
@@ -117,8 +117,8 @@ class Meter(TorchDispatchMode):
         region = self.region(phase, self._recorder.module)
         if self._at[0] == phase and region in (None, self._at[1]):
             return
-        self._part.delta += self._held - self._entry
-        self._at, self._entry = (phase, region or AFTER), self._held
+        self._part.delta += self._live - self._entry
+        self._at, self._entry = (phase, region or AFTER), self._live
         self._part = self.parts.setdefault(self._at, PartCosts())
         self._part.excess = max(self._part.excess, self._part.delta)
 
@@ -138,15 +138,15 @@ class Meter(TorchDispatchMode):
 
     def _hold(self, storage: torch.UntypedStorage) -> None:
         key, nbytes = storage._cdata, storage.nbytes()
-        if key in self._ignored or key in self._storages:
+        if key in self._excluded_keys or key in self._storages:
             return
         self._storages[key] = storage
-        self._held += nbytes
+        self._live += nbytes
         weakref.finalize(storage, self._release, nbytes)
-        self._part.excess = max(self._part.excess, self._part.delta + self._held - self._entry)
+        self._part.excess = max(self._part.excess, self._part.delta + self._live - self._entry)
 
     def _release(self, nbytes: int) -> None:
-        self._held -= nbytes
+        self._live -= nbytes
 
 
 def _is_new(out: Any, inputs: Any) -> bool:
@@ -160,14 +160,14 @@ def _is_new(out: Any, inputs: Any) -> bool:
     return all(t.untyped_storage()._cdata != storage._cdata for t in tree_leaves(inputs) if isinstance(t, Tensor))
 
 
-def _alike(value: Any) -> Any:
+def _signature(value: Any) -> Any:
     """Equal for arguments of which an operator makes tensors of the same kind at the same cost."""
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype, value.device, value.untyped_storage().nbytes()
     if isinstance(value, list | tuple):
-        return tuple(map(_alike, value))
+        return tuple(map(_signature, value))
     if isinstance(value, dict):
-        return tuple((k, _alike(v)) for k, v in value.items())
+        return tuple((k, _signature(v)) for k, v in value.items())
     return type(value), value
 
 
@@ -230,10 +230,10 @@ class _Kernel(torch.autograd.Function):
     def forward(ctx: Any, meter: Meter, name: str, flops: float, times: int, *inputs: Tensor) -> Tensor:
         first, last = inputs[0], inputs[-1]
         out = first.new_empty(*first.shape[:-1], last.shape[-1])
-        kept: tuple[Tensor, ...] = ()
+        saved: tuple[Tensor, ...] = ()
         if name == ATTENTION:
-            kept = out, first.new_empty(first.shape[:-1], dtype=torch.float32)
-        ctx.save_for_backward(*inputs, *kept)
+            saved = out, first.new_empty(first.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(*inputs, *saved)
         ctx.meter, ctx.inputs = meter, len(inputs)
         ctx.cost = name, flops, float(sum(map(_nbytes, (*inputs, out)))), times
         meter.note(*ctx.cost)
@@ -243,6 +243,6 @@ class _Kernel(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         name, flops, nbytes, times = ctx.cost
         # attention computes its scores again; grouped are the gradients of rows, and of matrices
-        for one in [(2.5 * flops, 2.0 * nbytes)] if name == ATTENTION else [(flops, nbytes)] * 2:
-            ctx.meter.note(name, *one, times)
+        for cost in [(2.5 * flops, 2.0 * nbytes)] if name == ATTENTION else [(flops, nbytes)] * 2:
+            ctx.meter.note(name, *cost, times)
         return None, None, None, None, *map(torch.empty_like, ctx.saved_tensors[: ctx.inputs])

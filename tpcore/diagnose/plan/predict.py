@@ -77,18 +77,18 @@ def predict(model: Reduced, choice: Choice, machine: Machine) -> Prediction:
     clock = _Clock(machine, choice, dtype)
     seconds: dict[str, float] = {}
     for name, phase, region, times in _runs(model, choice):
-        spent = clock.of(costs.part(phase, region), choice.pp if region in (BEFORE, AFTER) else 1)
-        for part, value in spent.items():
+        durations = clock.of(costs.part(phase, region), choice.pp if region in (BEFORE, AFTER) else 1)
+        for part, duration in durations.items():
             key = name if part == "compute" else part
-            seconds[key] = seconds.get(key, 0.0) + times * value
-    held = held_by_rank(model, costs, choice)
+            seconds[key] = seconds.get(key, 0.0) + times * duration
+    local = held_by_rank(model, costs, choice)
     if choice.pp > 1:
         shift = clock.collective("permute", ("pp",), costs.hidden, choice.pp)
         ends = clock.collective("broadcast", ("pp",), costs.hidden, choice.pp)
         ticks = Schedule(choice.pp, choice.microbatches).ticks
         seconds["between stages"] = 2 * ticks * shift + 2 * choice.microbatches * ends
-    for part, value in _update_seconds(model, choice, held, clock).items():
-        seconds[part] = seconds.get(part, 0.0) + value
+    for part, duration in _update_seconds(model, choice, local, clock).items():
+        seconds[part] = seconds.get(part, 0.0) + duration
     runs = list(_runs(model, replace(choice, pp=1, recompute=False)))
     flops = sum(
         times * o.flops * o.times / choice.pp
@@ -97,7 +97,7 @@ def predict(model: Reduced, choice: Choice, machine: Machine) -> Prediction:
     )
     peak = machine.rate(dtype, math.inf)
     tokens = choice.batch * model.seq_len
-    return Prediction(choice, memory_of(model, costs, choice, held), seconds, flops, tokens, peak)
+    return Prediction(choice, memory_of(model, costs, choice, local), seconds, flops, tokens, peak)
 
 
 def _runs(model: Reduced, choice: Choice) -> Iterator[tuple[str, str, str, float]]:
@@ -105,12 +105,12 @@ def _runs(model: Reduced, choice: Choice) -> Iterator[tuple[str, str, str, float
     m = choice.microbatches
     schedule = Schedule(choice.pp, m)
     ticks = schedule.ticks if choice.pp > 1 else m
-    again = choice.recompute or choice.pp > 1
+    recompute = choice.recompute or choice.pp > 1
     for region, count in Counter(model.order).items():
         share = count / choice.pp  # a stage has some of the layers, which are alike
         yield "layers", "forward", region, share * m
         yield "layers", "backward", region, share * m
-        if again:
+        if recompute:
             yield "recomputation", "forward", region, share * m
         if choice.pp > 1:
             idle = share * (ticks - m)
@@ -129,15 +129,15 @@ class _Clock:
 
     def of(self, part: PartCosts, stages: int = 1) -> dict[str, float]:
         """By "compute" and the axes of collectives. ``stages``: that share the work, as that of the vocabulary."""
-        found = {
+        seconds = {
             "compute": sum(o.times * self.operator(o.name, o.flops / stages, o.nbytes / stages) for o in part.operators)
         }
         for call, nbytes in part.calls:
             axes = ("pp", *call.axes) if stages > 1 else call.axes
             key = f"{' x '.join(axes)} collectives"
             spent = self.collective(call.op, axes, nbytes, call.size * stages)
-            found[key] = found.get(key, 0.0) + spent
-        return found
+            seconds[key] = seconds.get(key, 0.0) + spent
+        return seconds
 
     def operator(self, name: str, flops: float, nbytes: float) -> float:
         machine = self.machine
@@ -151,9 +151,9 @@ class _Clock:
         """Of a ring; ``nbytes``: of a rank's input."""
         if size == 1:
             return 0.0
-        name, every = op.partition(" ")[0], list(self._choice.mesh.axes.items())
-        involved = [i for i, (axis, n) in enumerate(every) if axis in axes and n > 1]
-        span = math.prod(n for _, n in every[involved[0] :]) if involved else 1  # from its first rank to its last
+        name, mesh_axes = op.partition(" ")[0], list(self._choice.mesh.axes.items())
+        involved = [i for i, (axis, n) in enumerate(mesh_axes) if axis in axes and n > 1]
+        span = math.prod(n for _, n in mesh_axes[involved[0] :]) if involved else 1  # from its first rank to its last
         link = self.machine.inside if span <= self.machine.per_host else self.machine.between
         steps = {"all_reduce": 2 * (size - 1), "permute": 1, "broadcast": math.ceil(math.log2(size))}
         sent = PRIMITIVES[name].sent(int(nbytes), size)
@@ -162,18 +162,18 @@ class _Clock:
 
 def held_by_rank(model: Reduced, costs: StepCosts, choice: Choice) -> dict[bool, HeldBytes]:
     """What a rank holds, of parameters that all data ranks have and of those that ep divides."""
-    found = {False: HeldBytes(), True: HeldBytes()}
-    for (region, expert), held in costs.held.items():
-        found[expert and choice.ways.ep > 1] += held.scaled(max(model.order.count(region), 1) / choice.pp)
-    return found
+    local = {False: HeldBytes(), True: HeldBytes()}
+    for (region, expert), recorded in costs.held.items():
+        local[expert and choice.ways.ep > 1] += recorded.scaled(max(model.order.count(region), 1) / choice.pp)
+    return local
 
 
-def _update_seconds(model: Reduced, choice: Choice, held: Mapping[bool, HeldBytes], clock: _Clock) -> dict[str, float]:
+def _update_seconds(model: Reduced, choice: Choice, local: Mapping[bool, HeldBytes], clock: _Clock) -> dict[str, float]:
     """Reduction, clipping and the optimizer: what they cost for the kept layers, scaled to all parameters."""
-    total = held[False] + held[True]
+    total = local[False] + local[True]
     costs = model.update(choice.data, choice.zero1)
-    kept = sum(costs.held.values(), HeldBytes())
-    tensors, nbytes = total.tensors / kept.tensors, total.nbytes / kept.nbytes
+    recorded = sum(costs.held.values(), HeldBytes())
+    tensors, nbytes = total.tensors / recorded.tensors, total.nbytes / recorded.nbytes
     overhead = clock.machine.overhead
 
     def cold(nbytes: float) -> float:
@@ -183,30 +183,30 @@ def _update_seconds(model: Reduced, choice: Choice, held: Mapping[bool, HeldByte
     update = 0.0
     for o in by_name(o for phase in _UPDATE for o in costs.part(phase, AFTER).operators).values():
         # several for each tensor: those of buckets, whose number goes by their size
-        more = nbytes * RECORDED_BUCKET / choice.bucket_mb if o.times > 3 * kept.tensors else tensors
-        update += o.times * (more * overhead + nbytes * o.nbytes / clock.machine.moved(o.name, cold(o.nbytes)))
+        scale = nbytes * RECORDED_BUCKET / choice.bucket_mb if o.times > 3 * recorded.tensors else tensors
+        update += o.times * (scale * overhead + nbytes * o.nbytes / clock.machine.moved(o.name, cold(o.nbytes)))
     added = (choice.microbatches - 1) * total.gradient
     update += (choice.microbatches - 1) * total.tensors * overhead
     update += 3 * added / clock.machine.moved("add_", cold(added))
     sums = 0.0  # of gradients, and with Zero1 of the new weights, in buckets
     bucket = choice.bucket_mb * 2**20 if choice.zero1 else BUCKET
     for divided, axes in ((False, ("dp", "ep", "cp")), (True, ("dp", "cp"))):
-        size, own = math.prod(choice.mesh.axes[axis] for axis in axes), held[divided]
-        if size > 1 and (count := math.ceil(own.gradient / bucket)):
-            way = "reduce_scatter" if choice.zero1 else "all_reduce"
-            spent = clock.collective(way, axes, own.gradient / count, size)
+        size, part = math.prod(choice.mesh.axes[axis] for axis in axes), local[divided]
+        if size > 1 and (count := math.ceil(part.gradient / bucket)):
+            op = "reduce_scatter" if choice.zero1 else "all_reduce"
+            spent = clock.collective(op, axes, part.gradient / count, size)
             if choice.zero1:
-                spent += clock.collective("all_gather", axes, own.nbytes / count / size, size)
+                spent += clock.collective("all_gather", axes, part.nbytes / count / size, size)
             sums += count * spent
     return {"optimizer": update, "gradients over data ranks": sums}
 
 
 # -- memory -----------------------------------------------------------------------------------------------
-def memory_of(model: Reduced, costs: StepCosts, choice: Choice, held: Mapping[bool, HeldBytes]) -> dict[str, float]:
+def memory_of(model: Reduced, costs: StepCosts, choice: Choice, local: Mapping[bool, HeldBytes]) -> dict[str, float]:
     """At the peak of a step, by kind."""
-    total = held[False] + held[True]
+    total = local[False] + local[True]
     ranks = {False: choice.data, True: choice.dp * choice.ways.cp} if choice.zero1 else {False: 1, True: 1}
-    entries = sum(held[divided].elements / n for divided, n in ranks.items())
+    entries = sum(local[divided].elements / n for divided, n in ranks.items())
     gradients, state = total.gradient, model.state(choice.zero1) * entries
     peak = (_stage_peak if choice.pp > 1 else _peak)(model, costs, choice, gradients)
     activations = max(max(peak, _update_peak(model, choice, gradients, entries)) - gradients, 0.0)
@@ -216,13 +216,14 @@ def memory_of(model: Reduced, costs: StepCosts, choice: Choice, held: Mapping[bo
 def _update_peak(model: Reduced, choice: Choice, gradients: float, entries: float) -> float:
     """Of gradients and temporary tensors, from the reduction on. ``entries``: of parameters, that the rank steps."""
     costs = model.update(choice.data, choice.zero1)
-    kept = sum(costs.held.values(), HeldBytes())
-    new = model.state(choice.zero1) * kept.elements / (choice.data if choice.zero1 else 1)  # in the first step alone
-    stepping = max(costs.part("optimizer", AFTER).excess - new, 0.0) / choice.ways.tp / choice.pp
+    recorded = sum(costs.held.values(), HeldBytes())
+    # the first step alone makes the state
+    state = model.state(choice.zero1) * recorded.elements / (choice.data if choice.zero1 else 1)
+    stepping = max(costs.part("optimizer", AFTER).excess - state, 0.0) / choice.ways.tp / choice.pp
     if not choice.zero1:
         return gradients + stepping
     # the values of the chunks are filled before the gradients are reduced, and freed after the step
-    mean = entries * (kept.nbytes / kept.elements if model.master is None else model.master.itemsize)
+    mean = entries * (recorded.nbytes / recorded.elements if model.master is None else model.master.itemsize)
     values = mean if model.master is None else 0.0  # master weights are part of the state
     bucket = min(choice.bucket_mb * 2**20, gradients) * (1 + 1 / choice.data)
     return max(gradients + values + bucket, values + mean + max(stepping, bucket))
@@ -236,23 +237,23 @@ def _peak(model: Reduced, costs: StepCosts, choice: Choice, gradients: float) ->
         part = costs.part(phase, region)
         excess, delta = part.excess, part.delta
         if choice.recompute and region not in (BEFORE, AFTER):
-            kept = costs.part("forward", region).delta
-            least = min(costs.hidden, kept)
-            again = kept - least
-            excess, delta = (excess, least) if phase == "forward" else (again + max(excess, 0.0), delta + again)
+            saved = costs.part("forward", region).delta
+            least = min(costs.hidden, saved)
+            rerun = saved - least
+            excess, delta = (excess, least) if phase == "forward" else (rerun + max(excess, 0.0), delta + rerun)
         peak = max(peak, live + excess)
         live += delta
         if choice.microbatches > 1 and phase == "backward":
-            live -= sum(held.gradient for (of, _), held in costs.held.items() if of == region)  # they were there
+            live -= sum(b.gradient for (owner, _), b in costs.held.items() if owner == region)  # they were there
     return peak
 
 
 def _stage_peak(model: Reduced, costs: StepCosts, choice: Choice, gradients: float) -> float:
     """Of one forward, one backward: the inputs of some microbatches, and one microbatch's work."""
     schedule = Schedule(choice.pp, choice.microbatches)
-    one = model.order[: len(model.order) // choice.pp]
-    kept = sum(costs.part("forward", region).delta for region in one)
-    backward = kept + max(costs.part("backward", region).excess for region in one)
+    stage = model.order[: len(model.order) // choice.pp]
+    saved = sum(costs.part("forward", region).delta for region in stage)
+    backward = saved + max(costs.part("backward", region).excess for region in stage)
     after = costs.part("forward", AFTER)
     loss = (after.excess + max(costs.part("backward", AFTER).excess + after.delta - after.excess, 0.0)) / choice.pp
     return gradients + (schedule.inputs_held + 2) * costs.hidden + max(backward, loss)

@@ -83,12 +83,12 @@ class Reduced:
             self.name = type(model).__name__
             self._config = getattr(model, "config", None)
             for module in model.modules():
-                some: Any = module
-                own: Any = getattr(some, "config", None)
-                if hasattr(own, "_experts_implementation"):
-                    own._experts_implementation = "grouped_mm"  # of shapes that do not depend on what is chosen
+                submodule: Any = module
+                config: Any = getattr(submodule, "config", None)
+                if hasattr(config, "_experts_implementation"):
+                    config._experts_implementation = "grouped_mm"  # of shapes that do not depend on what is chosen
                 if _has_experts(module):
-                    self.experts = max(self.experts, some.num_experts)
+                    self.experts = max(self.experts, submodule.num_experts)
             self._plain = self.reduce(model.to(dtype=dtype))
         self._recorded: dict[Any, StepCosts | ValueError] = {}
         self._results: dict[Any, Any] = {}
@@ -99,12 +99,12 @@ class Reduced:
         for name, layers in lists.items():
             # what the last one returns may be made whole again, for what comes after the layers
             signatures = [(_signature(layer), layer is layers[-1]) for layer in layers]
-            kept = list(dict.fromkeys(signatures))
-            kinds |= {signature for signature, _ in kept}
-            self.order += [f"{name}.{kept.index(signature)}" for signature in signatures]
-            owner, _, attribute = name.rpartition(".")
-            some = nn.ModuleList([layers[signatures.index(signature)] for signature in kept])
-            setattr(model.get_submodule(owner), attribute, some)
+            distinct = list(dict.fromkeys(signatures))
+            kinds |= {signature for signature, _ in distinct}
+            self.order += [f"{name}.{distinct.index(signature)}" for signature in signatures]
+            parent, _, attribute = name.rpartition(".")
+            remaining = nn.ModuleList([layers[signatures.index(signature)] for signature in distinct])
+            setattr(model.get_submodule(parent), attribute, remaining)
         self.alike = len(lists) == len(kinds) == 1
         self.routed = getattr(getattr(model, "config", None), "output_router_logits", False)
         return model
@@ -126,10 +126,10 @@ class Reduced:
 
     def costs(self, ways: Ways, batch: int) -> StepCosts:
         """Of forward and backward of ``batch`` examples: recorded for one and for two, and on the line through them."""
-        one = self._costs(ways, 1)
+        single = self._costs(ways, 1)
         if batch == 1:
-            return one
-        return self._once(("line", ways, batch), lambda: on_line(one, self._costs(ways, 2), batch))
+            return single
+        return self._once(("line", ways, batch), lambda: on_line(single, self._costs(ways, 2), batch))
 
     def update(self, data: int, zero1: bool) -> StepCosts:
         """Of the end of a step over ``data`` ranks, for the kept layers uncut: a line over the part of a rank."""
@@ -146,8 +146,8 @@ class Reduced:
     def state(self, zero1: bool) -> float:
         """Bytes of the optimizer's state for an element of a parameter, of all ranks together."""
         ranks = 2 if zero1 else 1
-        held = sum(self._update(ranks, zero1).held.values(), HeldBytes())
-        return ranks * held.optimizer / held.elements
+        total = sum(self._update(ranks, zero1).held.values(), HeldBytes())
+        return ranks * total.optimizer / total.elements
 
     def cache(self, tp: int) -> float | None:
         """Bytes of a token's keys and values on a rank, of all layers; None where the configuration does not say. A
@@ -156,21 +156,21 @@ class Reduced:
         heads = getattr(config, "num_attention_heads", None)
         if not heads:
             return None
-        each: int = -(-(getattr(config, "num_key_value_heads", None) or heads) // tp)
-        key: float = getattr(config, "head_dim", None) or config.hidden_size // heads
+        kv_heads: int = -(-(getattr(config, "num_key_value_heads", None) or heads) // tp)
+        width: float = getattr(config, "head_dim", None) or config.hidden_size // heads
         if latent := getattr(config, "qk_nope_head_dim", None):
-            key = (latent + config.qk_rope_head_dim + config.v_head_dim) / 2
+            width = (latent + config.qk_rope_head_dim + config.v_head_dim) / 2
         itemsize = (self.dtype or torch.get_default_dtype()).itemsize
-        return 2.0 * len(self.order) * each * key * itemsize
+        return 2.0 * len(self.order) * kv_heads * width * itemsize
 
     def least(self, shares: int, ep: int, data: int, zero1: bool) -> float:
         """Of parameters, gradients and optimizer, in bytes on a rank. ``shares`` divide all of them, ``ep`` experts."""
-        held = self._update(2 if zero1 else 1, zero1).held
-        known = any(expert for _, expert in held)
+        recorded = self._update(2 if zero1 else 1, zero1).held
+        has_experts = any(expert for _, expert in recorded)
         least = 0.0
-        for (region, expert), one in held.items():
-            whole = one.scaled(max(self.order.count(region), 1) / shares)
-            ranks = ep if expert or not known else 1
+        for (region, expert), part in recorded.items():
+            whole = part.scaled(max(self.order.count(region), 1) / shares)
+            ranks = ep if expert or not has_experts else 1
             least += (whole.nbytes + whole.gradient) / ranks
             least += self.state(zero1) * whole.elements / (data if zero1 else ranks)
         return least
@@ -179,10 +179,10 @@ class Reduced:
         return self._once((ways, batch), lambda: self._record(ways, batch, 1, None))
 
     def _update(self, data: int, zero1: bool) -> StepCosts:
-        make: Any = torch.optim.AdamW
+        optimizer: Any = torch.optim.AdamW
         if zero1:
-            make = partial(Zero1, make, master_dtype=self.master, bucket_mb=RECORDED_BUCKET)
-        return self._once(("update", data, zero1), lambda: compact(self._record(Ways(), 1, data, make)))
+            optimizer = partial(Zero1, optimizer, master_dtype=self.master, bucket_mb=RECORDED_BUCKET)
+        return self._once(("update", data, zero1), lambda: compact(self._record(Ways(), 1, data, optimizer)))
 
     def _once(self, key: Any, make: Callable[[], StepCosts]) -> StepCosts:
         """Also of an error, which is the same again."""
@@ -191,10 +191,10 @@ class Reduced:
                 self._recorded[key] = make()
             except ValueError as e:
                 self._recorded[key] = e
-        found = self._recorded[key]
-        if isinstance(found, ValueError):
-            raise found
-        return found
+        outcome = self._recorded[key]
+        if isinstance(outcome, ValueError):
+            raise outcome
+        return outcome
 
     def _record(self, ways: Ways, batch: int, dp: int, optimizer: MakeOptimizer | None) -> StepCosts:
         meter = Meter(sorted(set(self.order), key=len, reverse=True), self._results)
@@ -209,20 +209,20 @@ class Reduced:
                 yield
             handle.remove()
 
-        mesh, made = Mesh({**ways.mesh.axes, "dp": dp}), partial(self.made, batch, ways)
+        mesh, factory = Mesh({**ways.mesh.axes, "dp": dp}), partial(self.made, batch, ways)
         with quiet():
-            program, _ = record(made, mesh, 0, dtype=self.dtype, optimizer=optimizer, max_norm=1.0, meter=watch)
+            program, _ = record(factory, mesh, 0, dtype=self.dtype, optimizer=optimizer, max_norm=1.0, meter=watch)
         return StepCosts(parts_of(program, meter), held_by(program, meter), hidden[0])
 
 
 # -- one of each kind -------------------------------------------------------------------------------------
 def _lists(model: nn.Module) -> dict[str, nn.ModuleList]:
     """The lists of layers, without those inside of a layer."""
-    found: dict[str, nn.ModuleList] = {}
+    lists: dict[str, nn.ModuleList] = {}
     for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) and not any(name.startswith(f"{n}.") for n in found):
-            found[name] = module
-    return found
+        if isinstance(module, nn.ModuleList) and len(module) and not any(name.startswith(f"{n}.") for n in lists):
+            lists[name] = module
+    return lists
 
 
 def _signature(layer: nn.Module) -> Any:
@@ -247,18 +247,18 @@ def _has_experts(module: nn.Module) -> bool:
 
 def _shares(model: Any, ways: Ways) -> dict[str, float]:
     """By the name of a layer of experts: the part of its recorded rows that a rank computes, if choices are even."""
-    found: dict[str, float] = {}
+    shares: dict[str, float] = {}
     config = getattr(model, "config", None)
-    chosen = getattr(config.get_text_config(), "num_experts_per_tok", 2) if config is not None else 2
+    top_k = getattr(config.get_text_config(), "num_experts_per_tok", 2) if config is not None else 2
     for name, module in model.named_modules():
         if isinstance(module, ShardedExperts):
-            every: int = next(iter(module.shard_specs.values())).shape[0]
-            here = module.of_a_rank or every
+            experts: int = next(iter(module.shard_specs.values())).shape[0]
+            local = module.of_a_rank or experts
         elif _has_experts(module):
-            every = here = module.num_experts
+            experts = local = module.num_experts
         else:
             continue
-        even = here / every
-        most = here / (chosen or 2) if ways.compiled else even
-        found[name] = most if ways.capacity_factor is None else min(most, ways.capacity_factor * even)
-    return found
+        even = local / experts
+        most = local / (top_k or 2) if ways.compiled else even
+        shares[name] = most if ways.capacity_factor is None else min(most, ways.capacity_factor * even)
+    return shares

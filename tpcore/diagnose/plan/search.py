@@ -98,25 +98,25 @@ def plan(
     A step is forward and backward of microbatches, reduction, clipping and AdamW. Layers that are alike are recorded
     once. Raises ValueError for sizes that cannot be, and where no step can be recorded.
     """
-    found = find(machine) if isinstance(machine, str) else machine
-    per_host = found.per_host if per_host is None else per_host
+    hardware = find(machine) if isinstance(machine, str) else machine
+    per_host = hardware.per_host if per_host is None else per_host
     devices = hosts * per_host if devices is None else devices
-    memory = found.memory if memory is None else memory
+    memory = hardware.memory if memory is None else memory
     sizes = {"hosts": hosts, "per_host": per_host, "devices": devices, "batch": batch, "seq_len": seq_len}
     for name, value in (sizes | {"memory": memory}).items():
         if value < 1:
             raise ValueError(f"{name} must be 1 or more, not {value}")
     limits = Limits(devices, memory, batch, seq_len, dtype, capacity_factor)
-    found = replace(found, per_host=per_host, hosts=-(-devices // per_host))
+    hardware = replace(hardware, per_host=per_host, hosts=-(-devices // per_host))
     model = Reduced(target, seq_len, dtype)
     try:
         model.costs(Ways(tp=2, sequence_parallel=True), 1)
     except ValueError as e:  # a model that refuses more says why in the search
         model.takes_sequence = "sequence_parallel" not in str(e)
-    rows, refused = _search(model, found, limits)
-    curve = _curve(model, found, limits) if scaling and rows else {}
+    rows, refused = _search(model, hardware, limits)
+    curve = _curve(model, hardware, limits) if scaling and rows else {}
     cache = model.cache(rows[0].choice.ways.tp) if rows else None
-    return MeshPlan(found, limits, model.name, tuple(rows), refused, curve, cache)
+    return MeshPlan(hardware, limits, model.name, tuple(rows), refused, curve, cache)
 
 
 def _search(model: Reduced, machine: Machine, limits: Limits) -> tuple[list[Prediction], dict[str, int]]:
@@ -156,22 +156,22 @@ def _choices(model: Reduced, machine: Machine, limits: Limits, refused: Counter[
     """All that the sizes allow."""
     for tp in _divisors(min(limits.devices, machine.per_host), limits.devices):
         for cp in _divisors(max(limits.seq_len // _TOKENS, 1), limits.devices // tp):
-            every = limits.devices // tp // cp
-            for ep in _divisors(every, every) if model.experts else [1]:
+            rest = limits.devices // tp // cp
+            for ep in _divisors(rest, rest) if model.experts else [1]:
                 if model.experts % ep:
                     continue
-                spread, factor = tp > 1 and model.takes_sequence, limits.capacity_factor if model.experts else None
+                sequence, factor = tp > 1 and model.takes_sequence, limits.capacity_factor if model.experts else None
                 dispatch, context = "auto" if ep > 1 else "gathered", "auto" if cp > 1 else None
-                ways = [Ways(tp, ep, cp, spread, False, dispatch, context, factor, machine.compiled)]
+                ways = [Ways(tp, ep, cp, sequence, False, dispatch, context, factor, machine.compiled)]
                 if tp > 1 and model.experts and model.experts % (tp * ep) == 0:
                     ways.append(replace(ways[0], expert_parallel=True))
-                for pp in _divisors(every // ep, every // ep):
-                    dp = every // ep // pp
+                for pp in _divisors(rest // ep, rest // ep):
+                    dp = rest // ep // pp
                     if why := _misfit(model, limits, pp, dp * ep):
                         refused[why] += 1
                         continue
-                    for one in ways:
-                        yield from _loops(one, pp, dp, limits)
+                    for way in ways:
+                        yield from _loops(way, pp, dp, limits)
 
 
 def _misfit(model: Reduced, limits: Limits, pp: int, replicas: int) -> str | None:
@@ -187,14 +187,14 @@ def _misfit(model: Reduced, limits: Limits, pp: int, replicas: int) -> str | Non
 
 
 def _loops(ways: Ways, pp: int, dp: int, limits: Limits) -> Iterator[Choice]:
-    each, data = limits.batch // (dp * ways.ep), dp * ways.ep * ways.cp
+    examples, data = limits.batch // (dp * ways.ep), dp * ways.ep * ways.cp
     zero1 = data > 1 or limits.dtype in (torch.bfloat16, torch.float16)
     # each rank sends 2 MiB of a bucket, so that latency is a small part
     bucket = float(next((b for b in _BUCKETS if b >= min(data, 128) // 2), _BUCKETS[-1]))
     for microbatch in _MICROBATCHES:
-        if each % microbatch == 0:
+        if examples % microbatch == 0:
             for recompute in (False, True) if pp == 1 else (False,):
-                yield Choice(ways, pp, dp, microbatch, each // microbatch, recompute, zero1, bucket)
+                yield Choice(ways, pp, dp, microbatch, examples // microbatch, recompute, zero1, bucket)
 
 
 def _divisors(most: int, of: int) -> list[int]:
@@ -203,11 +203,11 @@ def _divisors(most: int, of: int) -> list[int]:
 
 def _curve(model: Reduced, machine: Machine, limits: Limits) -> dict[int, float]:
     """Weak scaling: as many examples for each device."""
-    found = {}
+    throughput = {}
     for devices in (2**k for k in range(3, 13)):
         if batch := limits.batch * devices // limits.devices:
-            more = replace(machine, hosts=-(-devices // machine.per_host))
-            rows, _ = _search(model, more, replace(limits, devices=devices, batch=batch))
+            cluster = replace(machine, hosts=-(-devices // machine.per_host))
+            rows, _ = _search(model, cluster, replace(limits, devices=devices, batch=batch))
             if rows:
-                found[devices] = rows[0].tokens_per_second
-    return found
+                throughput[devices] = rows[0].tokens_per_second
+    return throughput

@@ -69,13 +69,13 @@ class Forecast:
 
     def lines(self) -> list[str]:
         """For people."""
-        at = min(self.curve, key=lambda g: abs(g.interval - self.daly))
+        point = min(self.curve, key=lambda g: abs(g.interval - self.daly))
         return [
             f"Simulation, not a measurement: {self.job.devices:,} devices, a failure every {_span(self.job.mean)}",
             f"  a checkpoint every {_span(self.daly)} (Daly), {_span(self.young)} (Young), "
             f"{_span(self.best)} (simulated)",
-            f"  progress without stragglers {at.simulated:.1%} of the time (simulated, standard error {at.error:.1%}), "
-            f"{at.formula:.1%} (Daly)",
+            f"  progress without stragglers {point.simulated:.1%} of the time (simulated, standard error "
+            f"{point.error:.1%}), {point.formula:.1%} (Daly)",
             f"  a step waits for the slowest device: {self.straggling:.2f} times the median one's time",
             f"  goodput {self.goodput:.1%}",
         ]
@@ -88,10 +88,10 @@ def young(job: JobModel) -> float:
 
 def daly(job: JobModel) -> float:
     """The best interval to higher order, J. T. Daly, Future Generation Computer Systems 22(3), 2006, eq. 37."""
-    part = job.save / (2 * job.mean)
-    if part >= 1:
+    ratio = job.save / (2 * job.mean)
+    if ratio >= 1:
         return job.mean
-    return young(job) * (1 + math.sqrt(part) / 3 + part / 9) - job.save
+    return young(job) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - job.save
 
 
 def goodput_formula(job: JobModel, interval: float) -> float:
@@ -106,26 +106,26 @@ def goodput_formula(job: JobModel, interval: float) -> float:
 def goodput(job: JobModel, interval: float, *, runs: int = 400, segments: int = 200, seed: int = 0) -> Goodput:
     """Simulate ``runs`` jobs, each of ``segments`` intervals with a checkpoint after each, failure by failure; 0 where
     one is not done after 100 failures a segment."""
-    draw = np.random.default_rng(seed)
+    rng = np.random.default_rng(seed)
     length = interval + job.save
-    seconds, left = np.zeros(runs), np.full(runs, segments)
+    seconds, remaining = np.zeros(runs), np.full(runs, segments)
     delay = np.zeros(runs)  # the first start is no restart
     for _ in range(100 * segments):
-        gap = draw.exponential(job.mean, runs)
-        needed = delay + left * length
-        ends = (gap >= needed) & (left > 0)
-        done = np.minimum(np.maximum(gap - delay, 0) // length, left).astype(int)
-        seconds += np.where(left > 0, np.minimum(gap, needed), 0)
-        left = np.where(ends, 0, left - done)
+        gap = rng.exponential(job.mean, runs)
+        needed = delay + remaining * length
+        ends = (gap >= needed) & (remaining > 0)
+        done = np.minimum(np.maximum(gap - delay, 0) // length, remaining).astype(int)
+        seconds += np.where(remaining > 0, np.minimum(gap, needed), 0)
+        remaining = np.where(ends, 0, remaining - done)
         delay[:] = job.restart
-        if not left.any():
+        if not remaining.any():
             break
     else:
         return Goodput(interval, 0.0, 0.0, goodput_formula(job, interval))
     mean = float(seconds.mean())
-    value = segments * interval / mean
-    error = value * float(seconds.std(ddof=1)) / math.sqrt(runs) / mean
-    return Goodput(interval, value, error, goodput_formula(job, interval))
+    progress = segments * interval / mean
+    error = progress * float(seconds.std(ddof=1)) / math.sqrt(runs) / mean
+    return Goodput(interval, progress, error, goodput_formula(job, interval))
 
 
 def straggling(job: JobModel) -> float:
@@ -142,13 +142,13 @@ def forecast(job: JobModel, *, runs: int = 400, seed: int = 0) -> Forecast:
     parabola through the best three, over the logarithm of the interval."""
     start = daly(job)
     curve = tuple(goodput(job, f * start, runs=runs, seed=seed) for f in _FACTORS)
-    at = min(max(int(np.argmax([g.simulated for g in curve])), 1), len(curve) - 2)
-    x = np.log([g.interval for g in curve[at - 1 : at + 2]])
-    bend, slope, _ = np.polyfit(x, [g.simulated for g in curve[at - 1 : at + 2]], 2)
-    best = float(np.exp(np.clip(-slope / (2 * bend), x[0], x[-1]))) if bend < 0 else curve[at].interval
-    slower = straggling(job)
-    progress = curve[_FACTORS.index(1.0)].simulated / slower
-    return Forecast(job, young(job), start, best, slower, progress, curve)
+    peak = min(max(int(np.argmax([g.simulated for g in curve])), 1), len(curve) - 2)
+    x = np.log([g.interval for g in curve[peak - 1 : peak + 2]])
+    bend, slope, _ = np.polyfit(x, [g.simulated for g in curve[peak - 1 : peak + 2]], 2)
+    best = float(np.exp(np.clip(-slope / (2 * bend), x[0], x[-1]))) if bend < 0 else curve[peak].interval
+    slowdown = straggling(job)
+    progress = curve[_FACTORS.index(1.0)].simulated / slowdown
+    return Forecast(job, young(job), start, best, slowdown, progress, curve)
 
 
 def _span(seconds: float) -> str:

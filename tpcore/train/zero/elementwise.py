@@ -92,8 +92,8 @@ def check_steps_parts(optimizer: torch.optim.Optimizer, parameters: Iterable[Ten
 
 
 def _known(cls: type) -> str | None:
-    known = {name.lower(): why for name, why in MIXING.items()}
-    return next((known[c.__name__.lower()] for c in cls.__mro__ if c.__name__.lower() in known), None)
+    reasons = {name.lower(): why for name, why in MIXING.items()}
+    return next((reasons[c.__name__.lower()] for c in cls.__mro__ if c.__name__.lower() in reasons), None)
 
 
 def _trial(cls: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> Trial:

@@ -45,8 +45,8 @@ class Outline:
             for key, value in values.items():
                 if id(value) in self.gather:
                     values[key] = self.gather[id(value)]()
-                    if (found := sharding(value)) is not None:
-                        stamp(values[key], found)
+                    if (mark := sharding(value)) is not None:
+                        stamp(values[key], mark)
         return self.state
 
 
@@ -57,11 +57,11 @@ def outline_of(
     gather: dict[int, Callable[[], Tensor]] = {}
     states: dict[Any, Any] = {}
 
-    def later(p: Tensor, dtype: torch.dtype, how: Callable[[], Tensor]) -> Tensor:
+    def later(p: Tensor, dtype: torch.dtype, gather_values: Callable[[], Tensor]) -> Tensor:
         leaf = torch.empty(p.shape, dtype=dtype, device="meta")
-        if (found := sharding(p)) is not None:
-            stamp(leaf, found)
-        gather[id(leaf)] = how
+        if (mark := sharding(p)) is not None:
+            stamp(leaf, mark)
+        gather[id(leaf)] = gather_values
         return leaf
 
     for index in sorted(packed["state"]):
@@ -155,18 +155,18 @@ def renumbered(saved: Saved, groups: Sequence[dict[str, Any]], known: Mapping[st
     prefix, more = _prefix([n for g in saved_groups for n in g["param_names"]], here)
     ordered = []
     for i, group in enumerate(saved_groups):
-        at = [here.get(more + name.removeprefix(prefix)) for name in group["param_names"]]
-        wanted = [(i, j) for j in range(len(groups[i]["params"]))] if i < len(groups) else []
-        if sorted(at, key=repr) != sorted(wanted, key=repr):
-            names = [name for name, there in zip(group["param_names"], at, strict=True) if there not in wanted]
-            mine = [name for name, there in here.items() if there in wanted and there not in at]
+        places = [here.get(more + name.removeprefix(prefix)) for name in group["param_names"]]
+        expected = [(i, j) for j in range(len(groups[i]["params"]))] if i < len(groups) else []
+        if sorted(places, key=repr) != sorted(expected, key=repr):
+            names = [name for name, there in zip(group["param_names"], places, strict=True) if there not in expected]
+            unmatched = [name for name, there in here.items() if there in expected and there not in places]
             raise ValueError(
                 f"the saved optimizer has, in group {i}, parameters {names[:5]} that this optimizer's group "
-                f"lacks, which has {mine[:5]} instead: make it from the same named_parameters() in the same "
+                f"lacks, which has {unmatched[:5]} instead: make it from the same named_parameters() in the same "
                 "groups as the one that was saved"
             )
-        turn = sorted(range(len(at)), key=lambda k: at[k] or ())
-        ordered.append({**group, **{key: [group[key][k] for k in turn] for key in ("params", "param_names")}})
+        order = sorted(range(len(places)), key=lambda k: places[k] or ())
+        ordered.append({**group, **{key: [group[key][k] for k in order] for key in ("params", "param_names")}})
     return {**saved, "param_groups": ordered}
 
 

@@ -174,8 +174,8 @@ def _sum(parameters: list[Tensor], under_way: list[Bucket], dp: Comm, batches: i
         bucket.finish(again)
     done = {p for bucket in under_way for p in bucket.parameters}
     late = [p for p in reversed(parameters) if p.grad is not None and p not in done]
-    for some in buckets(late, lambda p: dense(p).dtype, lambda p: dense(p).nbytes, BUCKET):
-        _put(some, dp.all_reduce(_flat(some, batches), donate=True))
+    for params in buckets(late, lambda p: dense(p).dtype, lambda p: dense(p).nbytes, BUCKET):
+        _put(params, dp.all_reduce(_flat(params, batches), donate=True))
 
 
 def dense(p: Tensor) -> Tensor:
@@ -203,12 +203,12 @@ def buckets_of(parameters: Sequence[Tensor]) -> list[Bucket]:
     def kind(p: Tensor) -> tuple[Comm, torch.dtype]:
         return data_comm(p), p.dtype
 
-    def bucket(some: Sequence[Tensor]) -> Bucket:
-        comm = data_comm(some[0])  # backward may run in a thread that has no context
+    def bucket(params: Sequence[Tensor]) -> Bucket:
+        comm = data_comm(params[0])  # backward may run in a thread that has no context
 
         def start() -> Pending:
-            return comm.start_all_reduce(_flat(some, batches), donate=True)
+            return comm.start_all_reduce(_flat(params, batches), donate=True)
 
-        return Bucket(some, lambda p: p.grad, start, partial(_put, some))
+        return Bucket(params, lambda p: p.grad, start, partial(_put, params))
 
-    return [bucket(some) for some in buckets(last_first, kind, lambda p: p.nbytes, BUCKET)]
+    return [bucket(params) for params in buckets(last_first, kind, lambda p: p.nbytes, BUCKET)]

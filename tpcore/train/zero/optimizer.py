@@ -72,8 +72,8 @@ class Zero1(torch.optim.Optimizer):
         # the chunks with a gradient, between the mean and the step
         self._stepped: list[ParameterChunk] | None = None
         # on the CPU, whatever the default device: only its defaults are used
-        like = optimizer_class([nn.Parameter(torch.zeros(1, device="cpu"))], **options)
-        super().__init__(params, like.defaults)
+        prototype = optimizer_class([nn.Parameter(torch.zeros(1, device="cpu"))], **options)
+        super().__init__(params, prototype.defaults)
         steppers = current().steppers
         steppers[:] = [other for other in steppers if other() is not None] + [ref(self)]
 

@@ -119,7 +119,7 @@ MUTANTS = [
     Mutant(_within, "run.copies * copies", "copies + run.copies"),
     Mutant(_steps, "ShardSpec((extents[dim],), 0)", "ShardSpec((layout.shape[dim],), 0)"),
     Mutant(_steps, ", 0, cut.spec.blocks)", ", 0)"),
-    Mutant(_boxes, "cut.rank(mesh, at)", "0"),
+    Mutant(_boxes, "cut.rank(mesh, coords)", "0"),
     Mutant(_local_shape, "shape[dim] = spec", "shape[0] = spec"),
     Mutant(_shares, "local += length", "local += 1"),
     Mutant(_shares, "len(along[dim]) == 1", "len(along[dim]) == 0"),

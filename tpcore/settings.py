@@ -109,8 +109,8 @@ def environment() -> dict[str, str]:
 
 def inherited() -> dict[str, str]:
     """The environment for a child process: this process's, without the variables of its job and rank."""
-    own = {v.name for v in (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, STORE)}
-    return {k: v for k, v in os.environ.items() if k not in own and not k.startswith(LAUNCHER)}
+    job_variables = {v.name for v in (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, STORE)}
+    return {k: v for k, v in os.environ.items() if k not in job_variables and not k.startswith(LAUNCHER)}
 
 
 def of_rank(rank: int, size: int) -> dict[str, str]:

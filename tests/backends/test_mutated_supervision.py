@@ -151,12 +151,12 @@ MUTANTS = [
     Mutant(FingerprintExchange.differing, "self._places.swapped(sorted(frames), places)", "False"),
     Mutant(FingerprintExchange.differing, "self._strict and", "True and"),
     Mutant(FingerprintExchange.differing, "return entry, True", "return entry, False"),
-    Mutant(FingerprintExchange.differing, "del got[:size]", "del got[:0]"),
+    Mutant(FingerprintExchange.differing, "del buffer[:size]", "del buffer[:0]"),
     Mutant(FingerprintExchange.arrived, "0 if now else self._lag", "self._lag"),
     Mutant(FingerprintExchange.arrived, "< calls]", "< calls - 1]"),
     Mutant(FingerprintExchange._frame, "tuple(shape), dtype", "dtype"),
     Mutant(FingerprintExchange._frame, "place_of(op, site)", "0"),
-    Mutant(status.absent, "< mine", "<= mine"),
+    Mutant(status.absent, "< entered", "<= entered"),
     Mutant(status.timeout_report, "queue.append((m, further))", "pass"),
     Mutant(status.timeout_report, "{why}{state(m)}", "{why}"),
     Mutant(status.timeout_report, "if m != waiter and state(m)", "if m == waiter and state(m)"),
@@ -171,7 +171,7 @@ MUTANTS = [
     Mutant(Links.end, "return True", "return False"),
     Mutant(Links.end, "errno.ECONNRESET, errno.EPIPE", "errno.ETIMEDOUT"),
     Mutant(Links.lose, "for rank in ranks:", "for rank in ranks[:1]:"),
-    Mutant(rendezvous._answer, 'store.set(f"tpcore start/{asked}", name)', "store.set('tpcore start/0', name)"),
+    Mutant(rendezvous._answer, 'store.set(f"tpcore start/{requester}", name)', "store.set('tpcore start/0', name)"),
     Mutant(rendezvous._of_this_start, "name, deadline, pause = uuid.uuid4().hex", "name, deadline, pause = str(rank)"),
 ]
 

@@ -61,7 +61,7 @@ def traced(comms: Sequence[Comm], positions: Sequence[Tensor], *, operators: boo
         yield
 
 
-_OWN = (torch.float32, torch.int64, torch.uint8)  # for norms, counts, and errors sent to other ranks
+_REQUIRED = (torch.float32, torch.int64, torch.uint8)  # for norms, counts, and errors sent to other ranks
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Capabilities:
 
     def lack(self) -> str | None:
         """A message about dtypes that tpcore needs and the backend does not declare; None if it has all."""
-        missing = ", ".join(_name(d) for d in _OWN if d not in self.dtypes)
+        missing = ", ".join(_name(d) for d in _REQUIRED if d not in self.dtypes)
         return f"it does not sum {missing}, which tpcore needs" if missing else None
 
     def sums(self) -> dict[str, frozenset[torch.dtype]]:
@@ -173,23 +173,23 @@ class Backend(ABC):
     def comm(self, group: Group, rank: int) -> Comm:
         """Collectives over ``group``, checked."""
         try:
-            made = self.connect(group, rank)
+            transport = self.connect(group, rank)
         except TypeError as e:
             if "abstract" not in str(e):
                 raise
-            who = vars(type(self)).get("_plugin", type(self).__module__)  # not that of a base
-            raise BackendError(f"{who}: {type(self).__name__}.connect() makes an unfinished Transport: {e}") from e
-        return self._bound(made, "connect")
+            origin = vars(type(self)).get("_plugin", type(self).__module__)  # not that of a base
+            raise BackendError(f"{origin}: {type(self).__name__}.connect() makes an unfinished Transport: {e}") from e
+        return self._bound(transport, "connect")
 
     @final
     def comm_of(self, process_group: Any) -> Comm:
         """Collectives over the user's own group object, checked."""
         return self._bound(self.adopt(process_group), "adopt")
 
-    def _bound(self, made: Transport, by: str) -> Comm:
-        if not isinstance(made, Transport):
-            raise BackendError(f"{type(self).__name__}.{by}() returned {made!r}, not a tpcore Transport")
-        return Comm(made, self.capabilities.sums())
+    def _bound(self, transport: Transport, method: str) -> Comm:
+        if not isinstance(transport, Transport):
+            raise BackendError(f"{type(self).__name__}.{method}() returned {transport!r}, not a tpcore Transport")
+        return Comm(transport, self.capabilities.sums())
 
     @abstractmethod
     def device(self) -> torch.device:

@@ -36,8 +36,8 @@ class BackendInfo:
 
 
 def _entry_points(name: str | None = None) -> list[EntryPoint]:
-    found = entry_points(group=PROJECT) if name is None else entry_points(group=PROJECT, name=name)
-    return sorted(set(found), key=lambda ep: ep.name)
+    points = entry_points(group=PROJECT) if name is None else entry_points(group=PROJECT, name=name)
+    return sorted(set(points), key=lambda ep: ep.name)
 
 
 def _origin(ep: EntryPoint) -> tuple[str, str]:
@@ -86,14 +86,14 @@ def unfit(cls: type[Backend]) -> str | None:
 
 def backend_class(name: str) -> type[Backend]:
     """Import only the plugin called ``name``: the others may be slow to import, as torch_xla is."""
-    found = _entry_points(name)
-    if not found:
+    points = _entry_points(name)
+    if not points:
         installed = sorted({ep.name for ep in _entry_points()})
         raise BackendError(f"no backend {name!r} is installed; there are {installed}")
-    if len(found) > 1:
-        owners = sorted(" ".join(_origin(ep)) for ep in found)
+    if len(points) > 1:
+        owners = sorted(" ".join(_origin(ep)) for ep in points)
         raise BackendError(f"backend {name!r} is provided by several distributions: {owners}; uninstall all but one")
-    return _load(found[0])
+    return _load(points[0])
 
 
 def load_backend(name: str) -> Backend:
@@ -121,12 +121,12 @@ def backends() -> list[BackendInfo]:
     """All installed plugins. A broken plugin is listed with its error and does not hide the others."""
     out = []
     for ep in _entry_points():
-        can, remark = dict[str, Any](), ""
+        capabilities, remark = dict[str, Any](), ""
         try:
             cls = _load(ep)
-            can, reason = cls.capabilities.to_json(), cls.unavailable() or ""
+            capabilities, reason = cls.capabilities.to_json(), cls.unavailable() or ""
             remark = "" if reason else cls.remark()
         except Exception as e:  # noqa: BLE001  a plugin's hook or probe may fail in any way
             reason = str(e) if isinstance(e, BackendError) else f"{type(e).__name__}: {e}"
-        out.append(BackendInfo(ep.name, *_origin(ep), ep.value, not reason, reason, can, remark))
+        out.append(BackendInfo(ep.name, *_origin(ep), ep.value, not reason, reason, capabilities, remark))
     return out

@@ -48,7 +48,7 @@ class C10dBackend(Backend):
     def __init__(self) -> None:
         self._groups: dict[tuple[Members, ...], Any] = {}
         self._alone_pg: Any = None
-        self._made, self._connected = list[Any](), list[C10dTransport]()
+        self._process_groups, self._connected = list[Any](), list[C10dTransport]()
         self._owns = False
         self._supervisor: Supervisor | None = None
         self._hook: RemovableHandle | None = None
@@ -118,10 +118,10 @@ class C10dBackend(Backend):
         self._connected.clear()
         self._groups.clear()
         self._alone_pg = None
-        for pg in self._made:
+        for pg in self._process_groups:
             with suppress(ValueError):  # the program has destroyed it, or all groups
                 dist.destroy_process_group(pg)
-        self._made.clear()
+        self._process_groups.clear()
         if self._owns and dist.is_initialized():
             dist.destroy_process_group()
         self._owns = False
@@ -176,9 +176,9 @@ class C10dBackend(Backend):
         return self._supervisor
 
     def _made_over(self, group: Group, pg: Callable[[], Any], watch: Waiting | None) -> Transport:
-        made = self.transport_class(group, self._rank, pg, self.device(), watch)
-        self._connected.append(made)
-        return made
+        transport = self.transport_class(group, self._rank, pg, self.device(), watch)
+        self._connected.append(transport)
+        return transport
 
     def _group(self, group: Group) -> Any:
         """The process group for this rank's part of ``group``. All ranks make all parts in the same order."""
@@ -195,10 +195,10 @@ class C10dBackend(Backend):
         members = group.members(self._rank)
         if self._owns and members == tuple(range(self._world)):
             return dist.group.WORLD
-        made = {ranks: self._made_of(ranks, group) for ranks in group.partition}
-        self._made.append(made[members])
-        self._settle(made[members])
-        return made[members]
+        process_groups = {ranks: self._made_of(ranks, group) for ranks in group.partition}
+        self._process_groups.append(process_groups[members])
+        self._settle(process_groups[members])
+        return process_groups[members]
 
     def _made_of(self, ranks: Members, group: Group) -> Any:
         """A process group with the ranks in this order: torch sorts them if it is not told otherwise."""
@@ -221,7 +221,7 @@ class C10dBackend(Backend):
         if self._alone_pg is None:
             with self._alone():
                 self._alone_pg = dist.new_group([self._rank], backend=self.transport, use_local_synchronization=True)
-            self._made.append(self._alone_pg)
+            self._process_groups.append(self._alone_pg)
         return self._alone_pg
 
     @property
@@ -248,10 +248,10 @@ def refuse_shards_as_replicas(owner: nn.Module, name: str, module: Any) -> None:
             )
 
 
-def _same_part(found: Any, me: int, other: int) -> bool:
+def _same_part(mark: Any, me: int, other: int) -> bool:
     """Whether ranks ``me`` and ``other`` of the job have the same entries."""
-    ctx = found.ctx
+    ctx = mark.ctx
     if ctx.mesh.size != dist.get_world_size():  # cut over a group of no mesh axes: ParallelContext.over
         members = ctx.world.group.members(me)
         return other == me or other not in members
-    return bool(found.layout.boxes(me, ctx.mesh) == found.layout.boxes(other, ctx.mesh))
+    return bool(mark.layout.boxes(me, ctx.mesh) == mark.layout.boxes(other, ctx.mesh))

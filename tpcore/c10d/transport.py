@@ -15,9 +15,9 @@ from ..layout.mesh import Group
 from .supervision.waiting import Waiting
 
 
-def _options(made: Any, name: str, value: Any) -> Any:
-    setattr(made, name, value)
-    return made
+def _options(options: Any, name: str, value: Any) -> Any:
+    setattr(options, name, value)
+    return options
 
 
 _REDUCE = {
@@ -76,15 +76,15 @@ class C10dTransport(Transport):
         self._enter("all_reduce", x, op)
         out = wide if (donate or wide is not x) and wide.is_contiguous() else copied(wide)
         # the sum of bools is "any", and so is their maximum
-        done = self._pending(self._calls.allreduce([out], _REDUCE["max" if dtype is torch.bool else op]), out)
-        return done if wide is x else lambda: done().to(dtype)
+        pending = self._pending(self._calls.allreduce([out], _REDUCE["max" if dtype is torch.bool else op]), out)
+        return pending if wide is x else lambda: pending().to(dtype)
 
     def _started_maximum(self, x: Tensor) -> Pending:
         """Gathered, then taken locally: gloo's own maximum has NaN or not, depending on the order of the ranks."""
         self._enter("all_reduce", x, "max")
         x = x.detach().contiguous()
-        every = x.new_empty((self.size, *x.shape))
-        gathered = self._pending(self._calls._allgather_base(self._wire(every).view(-1), self._wire(x).view(-1)), every)
+        rows = x.new_empty((self.size, *x.shape))
+        gathered = self._pending(self._calls._allgather_base(self._wire(rows).view(-1), self._wire(x).view(-1)), rows)
         return lambda: gathered().amax(0)
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
@@ -121,8 +121,8 @@ class C10dTransport(Transport):
 
     def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Tensor:
         self._enter("all_to_all", x, split_dim, concat_dim)
-        got = self._started_exchange(self._chunks(x, split_dim))()
-        return got.movedim(0, concat_dim).flatten(concat_dim, concat_dim + 1).contiguous()
+        received = self._started_exchange(self._chunks(x, split_dim))()
+        return received.movedim(0, concat_dim).flatten(concat_dim, concat_dim + 1).contiguous()
 
     def permute(self, x: Tensor, to: tuple[int, ...]) -> Tensor:
         return self._started_permute(x.detach().contiguous(), to)()
@@ -135,21 +135,24 @@ class C10dTransport(Transport):
         self._enter("permute", x, to)
         target, source = to[self.index], inverse(to)[self.index]
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        sent, got = self._wire(x).view(-1), self._wire(out).view(-1)
+        sent, received = self._wire(x).view(-1), self._wire(out).view(-1)
         # one all-to-all of unequal parts: sends and receives start together, and ``finish`` can wait for it
         # in slices, which gloo's work object for a single receive does not allow
-        given = [sent.numel() if r == target else 0 for r in range(self.size)]
-        taken = [got.numel() if r == source else 0 for r in range(self.size)]
+        send_sizes = [sent.numel() if r == target else 0 for r in range(self.size)]
+        receive_sizes = [received.numel() if r == source else 0 for r in range(self.size)]
         if source < 0:
             out.zero_()
         return self._pending(
-            self._calls.alltoall_base(got[: sum(taken)], sent[: sum(given)], taken, given, _ALL_TO_ALL), out
+            self._calls.alltoall_base(
+                received[: sum(receive_sizes)], sent[: sum(send_sizes)], receive_sizes, send_sizes, _ALL_TO_ALL
+            ),
+            out,
         )
 
     def _started_exchange(self, sent: Tensor) -> Pending:
         """Send row ``i`` of ``sent`` to member ``i``; the result is the received rows in the group's order."""
-        got = torch.empty_like(sent)
-        return self._pending(self._calls.alltoall_base(self._wire(got), self._wire(sent), [], [], _ALL_TO_ALL), got)
+        rows = torch.empty_like(sent)
+        return self._pending(self._calls.alltoall_base(self._wire(rows), self._wire(sent), [], [], _ALL_TO_ALL), rows)
 
     def _pending(self, work: Any, out: Tensor) -> Pending:
         def wait() -> Tensor:

@@ -80,8 +80,8 @@ underscores of operators and of operations in place."""
 
 def understood(name: str) -> bool:
     """Whether a checked run can tell what the function ``name`` makes of a part."""
-    known = (_BY_ENTRY, _CONTRACTIONS, _CONVOLUTIONS, _REARRANGEMENTS, _OVER_LAST, _OVER_DIM, _OVER_CLASSES)
-    return any(name.strip("_") in names for names in known)
+    tables = (_BY_ENTRY, _CONTRACTIONS, _CONVOLUTIONS, _REARRANGEMENTS, _OVER_LAST, _OVER_DIM, _OVER_CLASSES)
+    return any(name.strip("_") in names for names in tables)
 
 
 @dataclass(frozen=True)
@@ -107,12 +107,12 @@ class PartOf(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        mark = next(t.mark for t in given if isinstance(t, PartOf))
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        mark = next(t.mark for t in tensors if isinstance(t, PartOf))
         name = getattr(func, "__name__", "").strip("_")
         # what an operation is made of is no operation of the program: on meta tensors it comes here by itself
         inner = isinstance(func, torch._ops.OpOverload) and func.namespace in ("aten", "prims")
-        if not inner and (problem := _problem(name, mark, given, args, kwargs)):
+        if not inner and (problem := _problem(name, mark, tensors, args, kwargs)):
             mark.report(problem)
         with torch._C.DisableTorchFunctionSubclass():
             out = func(*args, **kwargs)
@@ -121,18 +121,18 @@ class PartOf(Tensor):
                 return out
             if name in _REARRANGEMENTS and args and isinstance(args[0], PartOf):
                 return _rearranged(out, args[0], name, lambda x: func(x, *args[1:], **kwargs))
-            return _propagated(out, mark, next(t.shape for t in given if isinstance(t, PartOf)))
+            return _propagated(out, mark, next(t.shape for t in tensors if isinstance(t, PartOf)))
 
 
-def _rearranged(out: Tensor, x: PartOf, name: str, how: Callable[[Tensor], Tensor]) -> Tensor:
-    """``out``, marked where ``how`` puts the cut dim of ``x``: it follows from the strides of a view."""
+def _rearranged(out: Tensor, x: PartOf, name: str, rearrange: Callable[[Tensor], Tensor]) -> Tensor:
+    """``out``, marked where ``rearrange`` puts the cut dim of ``x``: it follows from the strides of a view."""
     mark = x.mark
     if mark.width == 1:  # any dim of one entry has any stride
         return _propagated(out, mark, x.shape)  # type: ignore[no-any-return]
-    like = how(torch.empty(x.shape, device="meta"))
+    meta = rearrange(torch.empty(x.shape, device="meta"))
     # the dim whose steps lead from this rank's part to the next rank's
     edge = math.prod(x.shape[mark.dim :])
-    sizes = enumerate(zip(like.shape, like.stride(), strict=True))
+    sizes = enumerate(zip(meta.shape, meta.stride(), strict=True))
     dim = next((i for i, (n, step) in sizes if n > 1 and step < edge <= step * n), None)
     if dim is None:
         return out
@@ -145,7 +145,7 @@ def _rearranged(out: Tensor, x: PartOf, name: str, how: Callable[[Tensor], Tenso
 def _propagated(out: Any, mark: Mark, shape: Sequence[int]) -> Any:
     """``out`` with the mark of an operand of this ``shape``, if the cut dim can be found in it."""
     if type(out) in (list, tuple) or type(out).__module__ == "torch.return_types":
-        return type(out)([_propagated(one, mark, shape) for one in out])
+        return type(out)([_propagated(element, mark, shape) for element in out])
     if not isinstance(out, Tensor) or isinstance(out, PartOf) or not out.is_floating_point():
         return out
     places = [dim for dim, size in enumerate(out.shape) if size == mark.width]
@@ -161,20 +161,20 @@ def marked(t: Tensor, mark: Mark) -> PartOf:
     return part
 
 
-def _problem(name: str, mark: Mark, given: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+def _problem(name: str, mark: Mark, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     """What is wrong with a call of the function ``name`` on a part; None if nothing is."""
-    have = f"{mark.width} of {mark.width * mark.ranks} {mark.kind}"
+    part = f"{mark.width} of {mark.width * mark.ranks} {mark.kind}"
     if not understood(name):
         return (
-            f"{name or 'an operation without a name'} sees only {have}, and a checked run does not know what "
+            f"{name or 'an operation without a name'} sees only {part}, and a checked run does not know what "
             "it makes of a part: gather them first (gather_output=True, or tpcore.comm.mappings.gather), or, "
             "where the result is right, pass it x.as_subclass(torch.Tensor)"
         )
     if mark.kind == "tokens":
-        whole = [t for t in given if isinstance(t, nn.Parameter) and t.requires_grad]
-        if whole and torch.is_grad_enabled() and not getattr(whole[0], "sequence_parallel_enabled", False):
+        params = [t for t in tensors if isinstance(t, nn.Parameter) and t.requires_grad]
+        if params and torch.is_grad_enabled() and not getattr(params[0], "sequence_parallel_enabled", False):
             return (
-                f"{name} with a parameter of shape {tuple(whole[0].shape)} sees {have}, and so would its gradient: in "
+                f"{name} with a parameter of shape {tuple(params[0].shape)} sees {part}, and so would its gradient: in "
                 "a sequence-parallel region use tpcore.RMSNorm or tpcore.LayerNorm with sequence_parallel=True, or "
                 "tpcore.comm.mappings.copy(parameter, comm) in a layer of your own"
             )
@@ -185,7 +185,7 @@ def _problem(name: str, mark: Mark, given: list[Tensor], args: tuple[Any, ...], 
         if name in _OVER_CLASSES or name == "log_softmax"
         else "gather them first (gather_output=True, or tpcore.comm.mappings.gather)"
     )
-    return f"{name} sees only {have}, different ones on each rank: {remedy}"
+    return f"{name} sees only {part}, different ones on each rank: {remedy}"
 
 
 def _reduced(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> range | tuple[int, ...]:

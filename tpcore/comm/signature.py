@@ -58,8 +58,8 @@ def word_of(key: object) -> int:
 def place_of(op: str, place: Caller) -> int:
     """A 64-bit word: a hash of the line that calls ``op``, and the layer. Without the folder."""
     code, line, number, count = place
-    at = word_of((op, os.path.basename(code.co_filename), line, code.co_name)) & 0xFFFFFFFF
-    return (at or 1) << 32 | (count & 0xFFFF) << 16 | number & 0xFFFF
+    word = word_of((op, os.path.basename(code.co_filename), line, code.co_name)) & 0xFFFFFFFF
+    return (word or 1) << 32 | (count & 0xFFFF) << 16 | number & 0xFFFF
 
 
 class Places:
@@ -84,15 +84,15 @@ class Places:
             if len(numbers) > 1 and 0 not in numbers:
                 return True
         lines = [place >> 32 for place in places]
-        been = [self._of.setdefault(m, set()) for m in members]
-        found = any(
+        visited = [self._of.setdefault(m, set()) for m in members]
+        swapped = any(
             there != here and (there in self._common or there in before)
             for there in lines
-            for here, before in zip(lines, been, strict=True)
+            for here, before in zip(lines, visited, strict=True)
         )
-        for before, here in zip(been, lines, strict=True):
+        for before, here in zip(visited, lines, strict=True):
             before.add(here)
-        return found
+        return swapped
 
 
 def checked_calls() -> int:
@@ -158,11 +158,11 @@ def compare(calls: Sequence[Call], ranks: Sequence[int], exchange: Callable[[byt
     """Raise CollectiveMismatchError on all ``ranks`` unless all make these calls: it describes the first that
     differs. ``place``: the call sites must agree too. ``exchange`` concatenates the ranks' bytes, all of one length;
     collective."""
-    mine = b"".join(word_of(call.key(place)).to_bytes(8, "little") for call in calls)
-    every = exchange(mine)
+    local = b"".join(word_of(call.key(place)).to_bytes(8, "little") for call in calls)
+    gathered = exchange(local)
     for i, call in enumerate(calls):
-        at = slice(8 * i, 8 * i + 8)
-        if any(every[start:][at] != mine[at] for start in range(0, len(every), len(mine))):
+        span = slice(8 * i, 8 * i + 8)
+        if any(gathered[start:][span] != local[span] for start in range(0, len(gathered), len(local))):
             texts = exchange(call.pack().ljust(_TEXT))
-            found = [Call.unpack(texts[n : n + _TEXT]) for n in range(0, len(texts), _TEXT)]
-            raise CollectiveMismatchError(disagreement(found, ranks, place))
+            rank_calls = [Call.unpack(texts[n : n + _TEXT]) for n in range(0, len(texts), _TEXT)]
+            raise CollectiveMismatchError(disagreement(rank_calls, ranks, place))

@@ -59,9 +59,9 @@ def _shorter(shape: Shape, n: int, dim: int) -> Shape:
     return (*shape[:dim], shape[dim] // n, *shape[dim + 1 :])
 
 
-def _combined(every: Sequence[Tensor], op: str) -> Tensor:
+def _combined(tensors: Sequence[Tensor], op: str) -> Tensor:
     """Summed in order and in their own dtype: a network does not sum bfloat16 more precisely."""
-    return reduce(torch.add, every) if op == "sum" else torch.stack(list(every)).amax(0)
+    return reduce(torch.add, tensors) if op == "sum" else torch.stack(list(tensors)).amax(0)
 
 
 def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
@@ -71,8 +71,8 @@ def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
     return torch.cat([t.view(torch.uint8) for t in parts], dim).view(parts[0].dtype)
 
 
-def _delivered(every: Sequence[Tensor], me: int, to: Sequence[int]) -> Tensor:
-    return every[to.index(me)] if me in to else torch.zeros_like(every[me])
+def _delivered(tensors: Sequence[Tensor], me: int, to: Sequence[int]) -> Tensor:
+    return tensors[to.index(me)] if me in to else torch.zeros_like(tensors[me])
 
 
 def inverse(to: Sequence[int]) -> tuple[int, ...]:
@@ -84,7 +84,7 @@ ALL_GATHER = Primitive(
     "all_gather",
     {"dim": "int"},
     "all_gather dim {}".format,
-    meaning=lambda every, me, dim: _joined(every, dim),
+    meaning=lambda tensors, me, dim: _joined(tensors, dim),
     sent=lambda nbytes, n: (n - 1) * nbytes,
     transpose=lambda comm, y, dim: comm.reduce_scatter(y, dim),
     shape=_longer,
@@ -93,7 +93,7 @@ ALL_REDUCE = Primitive(
     "all_reduce",
     {"op": "str", "donate": "bool"},
     "all_reduce {}".format,
-    meaning=lambda every, me, op, donate: _combined(every, op),
+    meaning=lambda tensors, me, op, donate: _combined(tensors, op),
     sent=lambda nbytes, n: 2 * (n - 1) * nbytes // n,
     transpose=lambda comm, y, op, donate: comm.all_reduce(y),
     sums=True,
@@ -102,7 +102,7 @@ REDUCE_SCATTER = Primitive(
     "reduce_scatter",
     {"dim": "int"},
     "reduce_scatter dim {}".format,
-    meaning=lambda every, me, dim: _combined(every, "sum").chunk(len(every), dim)[me],
+    meaning=lambda tensors, me, dim: _combined(tensors, "sum").chunk(len(tensors), dim)[me],
     sent=lambda nbytes, n: (n - 1) * nbytes // n,
     transpose=lambda comm, y, dim: comm.all_gather(y, dim),
     shape=_shorter,
@@ -113,7 +113,7 @@ BROADCAST = Primitive(
     "broadcast",
     {"src": "int"},
     "broadcast from {}".format,
-    meaning=lambda every, me, src: every[src],
+    meaning=lambda tensors, me, src: tensors[src],
     sent=lambda nbytes, n: nbytes,
     transpose=lambda comm, y, src: torch.where(comm.position == src, comm.all_reduce(y), 0),
 )
@@ -121,7 +121,7 @@ ALL_TO_ALL = Primitive(
     "all_to_all",
     {"split_dim": "int", "concat_dim": "int"},
     "all_to_all dim {} to {}".format,
-    meaning=lambda every, me, split, concat: _joined([t.chunk(len(every), split)[me] for t in every], concat),
+    meaning=lambda tensors, me, split, concat: _joined([t.chunk(len(tensors), split)[me] for t in tensors], concat),
     sent=lambda nbytes, n: (n - 1) * nbytes // n,
     transpose=lambda comm, y, split_dim, concat_dim: comm.all_to_all(y, concat_dim, split_dim),
     shape=lambda shape, n, split_dim, concat_dim: _longer(_shorter(shape, n, split_dim), n, concat_dim),
@@ -219,14 +219,14 @@ class Transport(ABC):
         """Send chunk ``i`` of ``x`` along ``split_dim`` to member ``i``, and concatenate the received chunks
         along ``concat_dim`` in the group's order."""
         n = x.shape[split_dim] // self.size
-        mine = self.position * n + torch.arange(n, device=x.device)
-        every = self.all_gather(x.unsqueeze(0), 0).index_select(split_dim + 1, mine)
-        return every.movedim(0, concat_dim).flatten(concat_dim, concat_dim + 1).contiguous()
+        local = self.position * n + torch.arange(n, device=x.device)
+        chunks = self.all_gather(x.unsqueeze(0), 0).index_select(split_dim + 1, local)
+        return chunks.movedim(0, concat_dim).flatten(concat_dim, concat_dim + 1).contiguous()
 
     def permute(self, x: Tensor, to: tuple[int, ...]) -> Tensor:
         """Send ``x`` of member ``i`` to member ``to[i]``, or nowhere if that is -1. Who receives nothing gets zeros."""
         sources = torch.tensor(inverse(to)).to(self.position.device).index_select(0, self.position)
-        found = self.all_gather(x.unsqueeze(0), 0).index_select(0, sources.clamp(min=0))[0]
+        output = self.all_gather(x.unsqueeze(0), 0).index_select(0, sources.clamp(min=0))[0]
         if -1 not in inverse(to):
-            return found
-        return torch.where(sources >= 0, found, torch.zeros_like(found)).reshape(x.shape)
+            return output
+        return torch.where(sources >= 0, output, torch.zeros_like(output)).reshape(x.shape)

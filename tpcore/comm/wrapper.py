@@ -96,8 +96,8 @@ class Checked(DelegatingTransport):
             run, self._run = self._run, []
             compare(run, self.members, self._exchange, self._checked == ALL)
 
-    def _exchange(self, mine: bytes) -> bytes:
-        sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(self.position.device)
+    def _exchange(self, local: bytes) -> bytes:
+        sent = torch.frombuffer(bytearray(local), dtype=torch.uint8).to(self.position.device)
         return self._inner.all_gather(sent, 0).cpu().numpy().tobytes()
 
 
@@ -125,12 +125,12 @@ def _schema(primitive: Primitive) -> str:
 
 
 def _run(primitive: Primitive, find: Find) -> Callable[..., Tensor]:
-    def run(x: Tensor, *given: Any) -> Tensor:
-        named = dict(zip(primitive.arguments, given, strict=False))
+    def run(x: Tensor, *arguments: Any) -> Tensor:
+        named = dict(zip(primitive.arguments, arguments, strict=False))
         if "donate" in named:  # an operator must not return its argument's memory
             named["donate"] = False
-        made: Tensor = getattr(find(given[-1]), primitive.name)(x, **named)
-        return made
+        output: Tensor = getattr(find(arguments[-1]), primitive.name)(x, **named)
+        return output
 
     return run
 
@@ -138,8 +138,8 @@ def _run(primitive: Primitive, find: Find) -> Callable[..., Tensor]:
 def _shape(primitive: Primitive) -> Callable[..., Tensor]:
     count = len(primitive.arguments)
 
-    def shape(x: Tensor, *given: Any) -> Tensor:
-        return primitive.result(x, 0 if primitive.shape is None else given[count], *given[:count])
+    def shape(x: Tensor, *arguments: Any) -> Tensor:
+        return primitive.result(x, 0 if primitive.shape is None else arguments[count], *arguments[:count])
 
     return shape
 
@@ -152,5 +152,5 @@ class Operators(TransportWrapper):
 
     def relay(self, primitive: Primitive, x: Tensor, *arguments: Any) -> Tensor:
         size = () if primitive.shape is None else (self.size,)
-        made: Tensor = getattr(getattr(torch.ops, NAMESPACE), primitive.name)(x, *arguments, *size, self._name)
-        return made
+        output: Tensor = getattr(getattr(torch.ops, NAMESPACE), primitive.name)(x, *arguments, *size, self._name)
+        return output

@@ -135,33 +135,33 @@ class Layout:
     def positions(self, mesh: Mesh) -> Iterator[int]:
         """One rank for each different part: the ranks at 0 on every axis that the layout does not name."""
         for rank in range(mesh.size):
-            at = mesh.coords(rank)
-            if all(i == 0 or axis in self.axes for axis, i in at.items()) and (
-                self.slot is None or at.get(self.slot.axis, 0) == self.slot.coordinate(mesh)
+            coords = mesh.coords(rank)
+            if all(i == 0 or axis in self.axes for axis, i in coords.items()) and (
+                self.slot is None or coords.get(self.slot.axis, 0) == self.slot.coordinate(mesh)
             ):
                 yield rank
 
-    def regions(self, mesh: Mesh, want: Layout, position: int, other: Mesh) -> Iterator[Region]:
-        """The copies that build the part of ``position`` on ``other`` under ``want``: each entry once."""
-        if self.shape != want.shape:
-            raise ValueError(f"{self} and {want} are not layouts of one tensor")
-        wanted = want.boxes(position, other)
-        for src, have in _once(self, mesh):
-            for box in wanted:
-                lo = tuple(map(max, have.full, box.full))
-                ends = zip(have.full, have.size, box.full, box.size, strict=True)
+    def regions(self, mesh: Mesh, target: Layout, position: int, other: Mesh) -> Iterator[Region]:
+        """The copies that build the part of ``position`` on ``other`` under ``target``: each entry once."""
+        if self.shape != target.shape:
+            raise ValueError(f"{self} and {target} are not layouts of one tensor")
+        target_boxes = target.boxes(position, other)
+        for src, source in _once(self, mesh):
+            for box in target_boxes:
+                lo = tuple(map(max, source.full, box.full))
+                ends = zip(source.full, source.size, box.full, box.size, strict=True)
                 size = tuple(min(a + n, b + m) - s for s, (a, n, b, m) in zip(lo, ends, strict=True))
                 if all(length > 0 for length in size):
-                    yield Region(src, offset(have, lo), offset(box, lo), size)
+                    yield Region(src, offset(source, lo), offset(box, lo), size)
 
     def reshard(self, parts: Sequence[Tensor], mesh: Mesh, position: int, other: Mesh) -> Tensor:
         """The part of ``position`` on ``other``, from the parts of all ranks of ``mesh``."""
         if len(parts) != mesh.size:
             raise ValueError(f"{len(parts)} parts for a mesh of {mesh.size} ranks {dict(mesh.axes)}")
-        want = self.local_shape(mesh)
+        shape = self.local_shape(mesh)
         for part in parts:
-            if tuple(part.shape) != want:
-                raise ValueError(f"a part of {self} on {mesh} has shape {want}, not {tuple(part.shape)}")
+            if tuple(part.shape) != shape:
+                raise ValueError(f"a part of {self} on {mesh} has shape {shape}, not {tuple(part.shape)}")
         out = parts[0].new_zeros(self.local_shape(other))
         for region in self.regions(mesh, self, position, other):
             source = narrowed(parts[region.src], region.src_start, region.size)
@@ -229,12 +229,12 @@ def _local_shape(layout: Layout, mesh: Mesh) -> tuple[int, ...]:
 
 @lru_cache(maxsize=1 << 14)
 def _boxes(layout: Layout, position: int, mesh: Mesh) -> tuple[Box, ...]:
-    at, slot = mesh.coords(position), layout.slot
-    if slot is not None and at.get(slot.axis, 0) != slot.coordinate(mesh):
+    coords, slot = mesh.coords(position), layout.slot
+    if slot is not None and coords.get(slot.axis, 0) != slot.coordinate(mesh):
         return ()
     runs = [[_Run(0, 0, size, 1)] for size in layout.shape]
     for cut, dim, spec in _steps(layout, mesh):
-        runs[dim] = list(_within(runs[dim], spec, cut.rank(mesh, at), cut.degree(mesh)))
+        runs[dim] = list(_within(runs[dim], spec, cut.rank(mesh, coords), cut.degree(mesh)))
     boxes = []
     for along in product(*([run for run in of_dim if run.length > 0] for of_dim in runs)):
         full, local, size, copies = zip(*along, strict=True) if along else ((), (), (), ())
@@ -270,10 +270,10 @@ def _shares(layout: Layout, mesh: Mesh) -> tuple[Share, ...]:
             along[dim] = [_Run(0, 0, local, along[dim][0].copies)]
         else:
             raise ValueError(f"{layout} cuts blocks that are held by different numbers of ranks once more")
-    every = [along.get(dim, [_Run(0, 0, size, 1)]) for dim, size in enumerate(layout.shape)]
+    by_dim = [along.get(dim, [_Run(0, 0, size, 1)]) for dim, size in enumerate(layout.shape)]
     return tuple(
         Share(tuple(r.local for r in s), tuple(r.length for r in s), math.prod(r.copies for r in s))
-        for s in product(*every)
+        for s in product(*by_dim)
     )
 
 

@@ -87,12 +87,12 @@ class Mesh:
             raise ValueError(f"no mesh axis {sorted(unknown)}; this mesh has {list(self.axes)}")
         grid = np.arange(self.size).reshape(tuple(self.axes.values()))
         order = list(self.axes)
-        kept = [order.index(n) for n in order if n not in names]
-        moved = [order.index(n) for n in names]
+        other_dims = [order.index(n) for n in order if n not in names]
+        group_dims = [order.index(n) for n in names]
         size = math.prod(self.axes[n] for n in names)
         if within is not None and (within < 1 or size % within):
             raise ValueError(f"within={within} does not divide a group of {size} ranks over {names}")
-        rows = grid.transpose(kept + moved).reshape(-1, within or size)
+        rows = grid.transpose(other_dims + group_dims).reshape(-1, within or size)
         partition = tuple(tuple(int(r) for r in row) for row in rows)
         return Group(names, partition, None if within == size else within)
 

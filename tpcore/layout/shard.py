@@ -156,10 +156,10 @@ class ShardSpec:
         return out
 
     def _check(self, shards: Sequence[Tensor]) -> None:
-        n, want = len(shards), self.local_shape(len(shards))
+        n, shape = len(shards), self.local_shape(len(shards))
         for shard in shards:
-            if tuple(shard.shape) != want:
-                raise ValueError(f"a shard of {n} of {self} has shape {tuple(shard.shape)}, not {want}")
+            if tuple(shard.shape) != shape:
+                raise ValueError(f"a shard of {n} of {self} has shape {tuple(shard.shape)}, not {shape}")
 
     def to_json(self) -> dict[str, Any]:
         return {"shape": list(self.shape), "dim": self.dim, "blocks": [list(b) for b in self.blocks]}

@@ -88,8 +88,8 @@ def _run(call: bytes, nprocs: int, variables: Mapping[str, str]) -> list[Outcome
         del store  # the ranks use it until they end
         packed = map(read_file, files[1:])
         # no code: this process ended it because another rank failed
-        left = (Outcome() if code is None else Outcome(error=death(rank, code)) for rank, code in enumerate(codes))
-        return [unpack_outcome(data) if data else other for data, other in zip(packed, left, strict=True)]
+        fallbacks = (Outcome() if code is None else Outcome(error=death(rank, code)) for rank, code in enumerate(codes))
+        return [unpack_outcome(data) if data else other for data, other in zip(packed, fallbacks, strict=True)]
     except BaseException:
         processes.send(signal.SIGTERM)
         raise

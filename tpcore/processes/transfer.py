@@ -71,8 +71,8 @@ def pack_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     try:
         return pickle.dumps((list(sys.path), pickler.dumps((fn, args, kwargs))))
     except Exception as e:
-        what = f"{fn!r} or its arguments cannot be sent to other processes"
-        raise ValueError(f"{what} ({type(e).__name__}: {e}){hint}") from e
+        problem = f"{fn!r} or its arguments cannot be sent to other processes"
+        raise ValueError(f"{problem} ({type(e).__name__}: {e}){hint}") from e
 
 
 def unpack_call(data: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
@@ -92,8 +92,8 @@ def pack_outcome(outcome: Outcome, rank: int) -> bytes:
     except Exception as e:  # noqa: BLE001  whatever a user's object raises when it is pickled
         stand_in: Exception = RuntimeError(f"{type(error).__name__}: {error}")
         if error is None:
-            what = f"the result of rank {rank} cannot be sent to the caller"
-            stand_in = ValueError(f"{what} ({type(e).__name__}: {e})")
+            problem = f"the result of rank {rank} cannot be sent to the caller"
+            stand_in = ValueError(f"{problem} ({type(e).__name__}: {e})")
         data = pickle.dumps(Outcome(None, stand_in, outcome.at))
     return pickle.dumps((rank, text, data))
 
@@ -134,17 +134,17 @@ class SharedBuffer:
         """Tensors that are views of the memory at ``places``."""
         return [self._view(*place) for place in places]
 
-    def _view(self, at: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    def _view(self, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
         size = torch.Size(shape).numel() * dtype.itemsize
         if not size:
             return torch.empty(shape, dtype=dtype)
-        if at + size > self._bytes.numel():
+        if offset + size > self._bytes.numel():
             # earlier views keep the smaller map alive; both maps show the same memory
             mapped = mmap.mmap(self.fd, os.fstat(self.fd).st_size)
             with torch.inference_mode(False):
                 self._bytes = torch.frombuffer(mapped, dtype=torch.uint8)
         with torch.inference_mode(False):  # an inference tensor could not be written outside of that mode
-            return self._bytes[at : at + size].view(dtype).view(shape)
+            return self._bytes[offset : offset + size].view(dtype).view(shape)
 
     def close(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
@@ -161,12 +161,12 @@ def write_file(fd: int, data: bytes) -> None:
 
 def read_file(fd: int) -> bytes:
     """The bytes that ``write_file`` wrote, in any process. Empty if it did not complete."""
-    size, parts, at = os.fstat(fd).st_size, [], 1
+    size, parts, offset = os.fstat(fd).st_size, [], 1
     if os.pread(fd, 1, 0) != _COMPLETE:
         return b""
-    while at < size:  # one call reads at most 2 GB
-        parts.append(os.pread(fd, size - at, at))
-        at += len(parts[-1])
+    while offset < size:  # one call reads at most 2 GB
+        parts.append(os.pread(fd, size - offset, offset))
+        offset += len(parts[-1])
     return b"".join(parts)
 
 

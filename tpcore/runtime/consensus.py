@@ -62,8 +62,8 @@ def check_one_program(text: bytes, constants: bytes, world: Comm) -> None:
 
     def error(other: int, *digests: bytes) -> BackendError:
         texts = gather_bytes(text, world)
-        mine, theirs = (t.decode().splitlines() for t in (texts[0], texts[other]))
-        lines = [line for line in unified_diff(mine, theirs, lineterm="", n=0) if line[0] in "+-"][2:]
+        first_lines, other_lines = (t.decode().splitlines() for t in (texts[0], texts[other]))
+        lines = [line for line in unified_diff(first_lines, other_lines, lineterm="", n=0) if line[0] in "+-"][2:]
         shown = "\n".join(line[:200] for line in lines[:_LINES])
         return BackendError(
             f"ranks 0 and {other} would need different programs, but one program must serve all ranks: the "
@@ -100,19 +100,19 @@ class together(AbstractContextManager[None]):
         texts = gather_bytes(data, self._ctx.world) if self._ctx.world.size > 1 else [data]
         if error is not None:
             return  # the with statement raises it again
-        for rank, theirs in enumerate(texts):
-            if theirs:
-                name, _, message = theirs.decode().partition("\n")
+        for rank, failure in enumerate(texts):
+            if failure:
+                name, _, message = failure.decode().partition("\n")
                 raise _rebuilt(name, f"rank {rank}: {message}")
 
 
 def _rebuilt(kind: str, message: str) -> Exception:
     """Another rank's error, of the same type if that type takes just a message, else a RuntimeError."""
     module, _, name = kind.rpartition(".")
-    found = getattr(errors if module == errors.__name__ else builtins, name, None)
-    if not isinstance(found, type) or not issubclass(found, Exception) or name == "ExceptionGroup":
+    cls = getattr(errors if module == errors.__name__ else builtins, name, None)
+    if not isinstance(cls, type) or not issubclass(cls, Exception) or name == "ExceptionGroup":
         return RuntimeError(f"{name}: {message}")
-    return RuntimeError(f"{name}: {message}") if issubclass(found, OSError | UnicodeError) else found(message)
+    return RuntimeError(f"{name}: {message}") if issubclass(cls, OSError | UnicodeError) else cls(message)
 
 
 _MOST = 10_000  # notes kept between two comparisons; evaluation never compares
@@ -144,47 +144,47 @@ class Checks:
         dim %= y.ndim
         return marked(plain(y), Mark(kind, dim, y.shape[dim], comm.size, self._report))
 
-    def same(self, what: str, t: Tensor, at: str = "") -> None:
+    def same(self, name: str, t: Tensor, at: str = "") -> None:
         """Note a digest of ``t``, which should be equal on all tp ranks. ``at``: where; by default the line
         outside of tpcore."""
         if not t.is_meta and len(self.notes) < _MOST and not torch.compiler.is_compiling():
             code, line = call_site()
             where = at or f"at {code.co_filename}:{line} in {code.co_name}"
-            self.notes.append((f"{what} {where}", _digest(plain(t.detach()))))
+            self.notes.append((f"{name} {where}", _digest(plain(t.detach()))))
 
     def compare(self, comm: Comm) -> None:
         """Report, on all ranks of ``comm``, the first note in which they differ. Collective."""
-        mine, self.notes = self.notes, []
+        notes, self.notes = self.notes, []
         if not self.running or comm.size == 1 or not comm.eager:
             return
-        found = first_difference(comm.transport.members, gather(mine, comm))
-        if found is not None and self._report is not None:
-            self._report(found)
+        difference = first_difference(comm.transport.members, gather(notes, comm))
+        if difference is not None and self._report is not None:
+            self._report(difference)
 
 
-def first_difference(ranks: Sequence[int], every: Sequence[Sequence[Note]]) -> str | None:
+def first_difference(ranks: Sequence[int], notes_by_rank: Sequence[Sequence[Note]]) -> str | None:
     """A message about the first note in which ranks of one tp group differ; None if there is none."""
-    for other, notes in zip(ranks[1:], every[1:], strict=True):
-        for (what, here), (also, there) in zip(every[0], notes, strict=False):
-            if what != also or not _alike(here, there):
+    for other, notes in zip(ranks[1:], notes_by_rank[1:], strict=True):
+        for (name, here), (other_name, there) in zip(notes_by_rank[0], notes, strict=False):
+            if name != other_name or not _alike(here, there):
                 return (
-                    f"ranks {ranks[0]} and {other} of one tp group differ in {what}"
-                    + (f" (rank {other}: {also})" if what != also else "")
+                    f"ranks {ranks[0]} and {other} of one tp group differ in {name}"
+                    + (f" (rank {other}: {other_name})" if name != other_name else "")
                     + ". The ranks of a tp group need the same batch and the same seed: the sampler "
                     "takes ctx.index(ctx.batch) of ctx.batch.size, and call tpcore.random.manual_seed alike on all"
                 )
     return None
 
 
-def compare_ranks(tensors: Mapping[str, Tensor], comm: Comm, who: str, need: str) -> None:
-    """Raise ValueError on all ranks of ``comm`` if ``tensors``, which each needs alike, differ. ``who``: two of them,
+def compare_ranks(tensors: Mapping[str, Tensor], comm: Comm, pair: str, need: str) -> None:
+    """Raise ValueError on all ranks of ``comm`` if ``tensors``, which each needs alike, differ. ``pair``: two of them,
     with places for their numbers. Collective."""
-    every = gather([(what, _digest(plain(t.detach()))) for what, t in tensors.items()], comm)
-    for other, theirs in enumerate(every):
-        for (what, here), (_, there) in zip(every[0], theirs, strict=False):
+    gathered = gather([(name, _digest(plain(t.detach()))) for name, t in tensors.items()], comm)
+    for other, notes in enumerate(gathered):
+        for (name, here), (_, there) in zip(gathered[0], notes, strict=False):
             if not _alike(here, there):
                 raise ValueError(
-                    f"{who.format(0, other)} differ in {what}: {need}, its inputs and its labels, and draws the same "
+                    f"{pair.format(0, other)} differ in {name}: {need}, its inputs and its labels, and draws the same "
                     "random numbers outside of the layers; a sampler takes ctx.index(ctx.batch) of ctx.batch.size"
                 )
 

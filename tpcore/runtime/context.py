@@ -46,9 +46,9 @@ class ParallelContext:
 
     def __repr__(self) -> str:
         """Includes the groups made so far, and the transport of each."""
-        what = [f"{type(self.backend).__name__}, {self.mesh}, rank {self.rank}"]
-        what += [f"{' x '.join(c.group.axes)}: {c.transport!r}" for c in self._comms.values() if c.size > 1]
-        return f"ParallelContext({'; '.join(what)})"
+        parts = [f"{type(self.backend).__name__}, {self.mesh}, rank {self.rank}"]
+        parts += [f"{' x '.join(c.group.axes)}: {c.transport!r}" for c in self._comms.values() if c.size > 1]
+        return f"ParallelContext({'; '.join(parts)})"
 
     def comm(self, *axes: str, within: int | None = None) -> Comm:
         """Collectives over ``axes``, or over runs of ``within`` consecutive ranks of such a group.
@@ -73,8 +73,8 @@ class ParallelContext:
     def comms(self) -> list[Comm]:
         """The Comms that a program may use: of each axis, of the world, and those that layers made so far,
         over pp x tp or runs within tp for instance. In one order on all ranks."""
-        known = [self.comm(axis) for axis in self.mesh.axes] + [self.world]
-        return known + [comm for comm in self._comms.values() if comm not in known]
+        comms = [self.comm(axis) for axis in self.mesh.axes] + [self.world]
+        return comms + [comm for comm in self._comms.values() if comm not in comms]
 
     def named(self, name: str) -> Comm:
         """The Comm called ``name``, by its group, or adopted here. BackendError if there is none."""
@@ -126,18 +126,18 @@ class ParallelContext:
         context whose mesh has the one axis ``group``: gradients are summed over it, but a checkpoint refuses
         the tensor, because checkpoints know cuts over mesh axes only.
         """
-        mine, axes = comm.group.members(self.rank), comm.group.axes
-        if axes and set(axes) <= set(self.mesh.axes) and self.mesh.group(*axes).members(self.rank) == mine:
+        members, axes = comm.group.members(self.rank), comm.group.axes
+        if axes and set(axes) <= set(self.mesh.axes) and self.mesh.group(*axes).members(self.rank) == members:
             return self, axes
         for count in range(1, len(self.mesh.axes) + 1):
             for names in permutations(self.mesh.axes, count):
-                if self.mesh.group(*names).members(self.rank) == mine:
+                if self.mesh.group(*names).members(self.rank) == members:
                     return self, names
-        alone = ParallelContext(
-            self.backend, Mesh({"group": comm.size}), mine.index(self.rank), part_of=self.part_of or self
+        group_ctx = ParallelContext(
+            self.backend, Mesh({"group": comm.size}), members.index(self.rank), part_of=self.part_of or self
         )
-        alone._comms[("group",), None] = comm
-        return alone, ("group",)
+        group_ctx._comms[("group",), None] = comm
+        return group_ctx, ("group",)
 
     def comm_for(self, group: Any) -> Comm:
         """The Comm for ``group``: None (the tp group), a Comm, or the backend's own group object."""
@@ -154,11 +154,11 @@ class ParallelContext:
 
     def grouped(self, name: str, partition: tuple[tuple[int, ...], ...]) -> Comm:
         """The Comm ``name`` over groups that no axes make. The first call of a name is collective over the world."""
-        known = next((comm for comm in self._adopted if comm.name == name), None)
-        if known is None:
-            known = self.backend.comm(Group((), partition), self.rank).called(name)
-            self._adopted.append(known)
-        return known
+        group_comm = next((comm for comm in self._adopted if comm.name == name), None)
+        if group_comm is None:
+            group_comm = self.backend.comm(Group((), partition), self.rank).called(name)
+            self._adopted.append(group_comm)
+        return group_comm
 
     @property
     def device(self) -> torch.device:

@@ -102,7 +102,7 @@ def _mesh(tp: int, pp: int, ep: int, cp: int, world: int) -> Mesh:
     need = pp * ep * cp * tp
     inner = {axis: size for axis, size in (("ep", ep), ("cp", cp)) if size > 1}  # each axis is a group to make
     sizes = ({"pp": pp} if pp > 1 else {}) | inner | {"tp": tp}
-    asked, degrees = list(sizes), " times ".join(f"{name}={size}" for name, size in sizes.items())
+    axes, degrees = list(sizes), " times ".join(f"{name}={size}" for name, size in sizes.items())
     if need > world == 1 and not settings.WORLD_SIZE.is_set:
         script = " ".join(sys.argv) if sys.argv and sys.argv[0].endswith(".py") else "your_script.py"
         raise ValueError(
@@ -112,7 +112,7 @@ def _mesh(tp: int, pp: int, ep: int, cp: int, world: int) -> Mesh:
         )
     if need > world:
         raise ValueError(
-            f"{degrees} is larger than the world of {world} processes: start {need} or lower {' or '.join(asked)}"
+            f"{degrees} is larger than the world of {world} processes: start {need} or lower {' or '.join(axes)}"
         )
     if world % need:
         raise ValueError(f"{degrees} does not divide the world of {world} processes: dp would be {world / need:g}")
@@ -155,8 +155,8 @@ def init(
     BackendError if the backend is missing or cannot run here. No degree is clamped; an error leaves nothing running.
     """
     if others:
-        asked: dict[str, object] = dict(others)
-        wrong = ", ".join(f"{name}={value!r}" for name, value in asked.items())
+        unknown: dict[str, object] = dict(others)
+        wrong = ", ".join(f"{name}={value!r}" for name, value in unknown.items())
         raise TypeError(
             f"tpcore.init() takes backend, tp, pp, ep, cp and timeout, not {wrong}. The axes of its mesh are pp, dp, "
             "ep, cp and tp, where dp is what the others leave of the world"

@@ -39,6 +39,6 @@ def in_huge_pages(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     memory = mmap.mmap(-1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(AttributeError, OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
-    every = torch.frombuffer(memory, dtype=torch.uint8)
-    parts = {name: every[at : at + tensors[name].nbytes] for name, at in places.items()}
+    buffer = torch.frombuffer(memory, dtype=torch.uint8)
+    parts = {name: buffer[offset : offset + tensors[name].nbytes] for name, offset in places.items()}
     return {name: parts[name].view(t.dtype).view(t.shape).copy_(t) for name, t in tensors.items()}

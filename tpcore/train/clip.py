@@ -50,8 +50,8 @@ class Addend(NamedTuple):
 
 def shares_of(parameter: Tensor) -> tuple[Comm | None, tuple[Share, ...]]:
     """Over the ranks that have other entries, and how many have each of this rank's; (None, ()) if all have all."""
-    found = sharding(parameter)
-    return (found.ctx.comm(*found.axes), found.shares) if found is not None and found.axes else (None, ())
+    mark = sharding(parameter)
+    return (mark.ctx.comm(*mark.axes), mark.shares) if mark is not None and mark.axes else (None, ())
 
 
 def addend_of(parameter: Tensor) -> Addend:

@@ -23,7 +23,7 @@ T = TypeVar("T")
 def buckets(items: Iterable[T], kind: Callable[[T], Hashable], nbytes: Callable[[T], int], most: int) -> list[list[T]]:
     """Lists of items of one kind, in order, of up to ``most`` bytes each; a larger item is alone. The lists are in the
     order of their last items."""
-    found: dict[int, list[T]] = {}  # by ids, which stay theirs: it keeps the lists alive
+    ordered: dict[int, list[T]] = {}  # by ids, which stay theirs: it keeps the lists alive
     filling: dict[Hashable, tuple[list[T], int]] = {}
     for item in items:
         bucket, size = filling.get(kind(item), ([], 0))
@@ -31,9 +31,9 @@ def buckets(items: Iterable[T], kind: Callable[[T], Hashable], nbytes: Callable[
             bucket, size = [], 0
         bucket.append(item)
         filling[kind(item)] = bucket, size + nbytes(item)
-        found.pop(id(bucket), None)
-        found[id(bucket)] = bucket
-    return list(found.values())
+        ordered.pop(id(bucket), None)
+        ordered[id(bucket)] = bucket
+    return list(ordered.values())
 
 
 GradientOf = Callable[[Tensor], Tensor | None]
@@ -107,8 +107,8 @@ class Overlap:
 
     def take(self) -> list[Bucket]:
         """The buckets under way, which the caller waits for."""
-        taken, self._under_way = self._under_way, []
-        return taken
+        under_way, self._under_way = self._under_way, []
+        return under_way
 
     def drop(self) -> None:
         """Wait for the buckets under way; use none."""
@@ -118,8 +118,8 @@ class Overlap:
 
 def overlap_of(optimizer: torch.optim.Optimizer) -> Overlap:
     """An attribute of ``optimizer``, which its state does not include."""
-    found: Overlap = vars(optimizer).setdefault("tpcore_overlap", Overlap())
-    return found
+    overlap: Overlap = vars(optimizer).setdefault("tpcore_overlap", Overlap())
+    return overlap
 
 
 BUCKET = 25 * 2**20
@@ -174,8 +174,8 @@ def _sum(parameters: list[Tensor], under_way: list[Bucket], dp: Comm, batches: i
         bucket.finish(again)
     done = {p for bucket in under_way for p in bucket.parameters}
     late = [p for p in reversed(parameters) if p.grad is not None and p not in done]
-    for some in buckets(late, lambda p: dense(p).dtype, lambda p: dense(p).nbytes, BUCKET):
-        _put(some, dp.all_reduce(_flat(some, batches), donate=True))
+    for params in buckets(late, lambda p: dense(p).dtype, lambda p: dense(p).nbytes, BUCKET):
+        _put(params, dp.all_reduce(_flat(params, batches), donate=True))
 
 
 def dense(p: Tensor) -> Tensor:
@@ -190,9 +190,9 @@ def _flat(parameters: Sequence[Tensor], batches: int) -> Tensor:
 
 
 def _put(parameters: Sequence[Tensor], total: Tensor) -> None:
-    for p, part in zip(parameters, total.split([p.numel() for p in parameters]), strict=True):
+    for p, mean in zip(parameters, total.split([p.numel() for p in parameters]), strict=True):
         if p.grad is not None:
-            p.grad.copy_(part.view_as(p.grad))
+            p.grad.copy_(mean.view_as(p.grad))
 
 
 def buckets_of(parameters: Sequence[Tensor]) -> list[Bucket]:
@@ -203,12 +203,12 @@ def buckets_of(parameters: Sequence[Tensor]) -> list[Bucket]:
     def kind(p: Tensor) -> tuple[Comm, torch.dtype]:
         return data_comm(p), p.dtype
 
-    def bucket(some: Sequence[Tensor]) -> Bucket:
-        comm = data_comm(some[0])  # backward may run in a thread that has no context
+    def bucket(params: Sequence[Tensor]) -> Bucket:
+        comm = data_comm(params[0])  # backward may run in a thread that has no context
 
         def start() -> Pending:
-            return comm.start_all_reduce(_flat(some, batches), donate=True)
+            return comm.start_all_reduce(_flat(params, batches), donate=True)
 
-        return Bucket(some, lambda p: p.grad, start, partial(_put, some))
+        return Bucket(params, lambda p: p.grad, start, partial(_put, params))
 
-    return [bucket(some) for some in buckets(last_first, kind, lambda p: p.nbytes, BUCKET)]
+    return [bucket(params) for params in buckets(last_first, kind, lambda p: p.nbytes, BUCKET)]

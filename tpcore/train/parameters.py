@@ -22,14 +22,14 @@ def unique_parameters(parameters: Parameters) -> list[Tensor]:
     """Every parameter once, also tied ones; checked by ``check_parameters``. Generators are allowed."""
     if isinstance(parameters, nn.Module):
         named = {id(p): (name, p) for name, p in parameters.named_parameters()}
-        found: list[Tensor] = [p for _, p in named.values()]
+        unique: list[Tensor] = [p for _, p in named.values()]
         names = [repr(name) for name, _ in named.values()]
     else:
-        given: Iterable[Tensor] = [parameters] if isinstance(parameters, Tensor) else parameters
-        found = list({id(p): p for p in given}.values())
-        names = [f"{i}" for i in range(len(found))]
-    check_parameters(found, names)
-    return found
+        tensors: Iterable[Tensor] = [parameters] if isinstance(parameters, Tensor) else parameters
+        unique = list({id(p): p for p in tensors}.values())
+        names = [f"{i}" for i in range(len(unique))]
+    check_parameters(unique, names)
+    return unique
 
 
 def check_parameters(parameters: Sequence[Tensor], names: Sequence[str]) -> None:
@@ -44,11 +44,11 @@ def check_parameters(parameters: Sequence[Tensor], names: Sequence[str]) -> None
                 "it, and tpcore would reduce it over the wrong ranks. Step and clip such a model by torch's "
                 "own functions; or cut it with tpcore's layers, and its optimizer's state with tpcore.Zero1"
             )
-        found = sharding(p)
-        if found is not None and (found.ctx.backend is not ctx.backend or found.ctx.place != ctx.place):
+        mark = sharding(p)
+        if mark is not None and (mark.ctx.backend is not ctx.backend or mark.ctx.place != ctx.place):
             raise ValueError(
                 f"parameter {name} of shape {tuple(p.shape)} was built under another context, on mesh "
-                f"{dict(found.ctx.mesh.axes)} of rank {found.ctx.rank}, and the context in force has mesh "
+                f"{dict(mark.ctx.mesh.axes)} of rank {mark.ctx.rank}, and the context in force has mesh "
                 f"{dict(ctx.mesh.axes)} of rank {ctx.rank}: its collectives are others. Build the model "
                 "after tpcore.init, inside the tpcore.use that steps it"
             )
@@ -57,37 +57,37 @@ def check_parameters(parameters: Sequence[Tensor], names: Sequence[str]) -> None
 def data_comm(p: Tensor) -> Comm:
     """Over the ranks that have the same entries of ``p`` and gradients of other examples or tokens: all of the data
     axes but those that ``p`` is sharded over, as experts are over ep."""
-    ctx, found = current(), sharding(p)
-    cut = found.axes if found is not None else ()
+    ctx, mark = current(), sharding(p)
+    cut = mark.axes if mark is not None else ()
     return ctx.comm(*(axis for axis in ctx.mesh.present(DATA) if axis not in cut))
 
 
 def check_same_over_dp(parameters: Sequence[Tensor], names: Sequence[str]) -> None:
     """Raise ValueError for a parameter that is cut over dp or cp. Over ep it may be."""
     for name, p in zip(names, parameters, strict=True):
-        found = sharding(p)
-        cut = [axis for axis in found.axes if axis in DATA and axis != "ep"] if found is not None else []
-        if found is not None and cut:
+        mark = sharding(p)
+        cut = [axis for axis in mark.axes if axis in DATA and axis != "ep"] if mark is not None else []
+        if mark is not None and cut:
             raise ValueError(
-                f"parameter {name} is cut over {cut[0]} already, as {found.layout}: its gradient is no mean over "
+                f"parameter {name} is cut over {cut[0]} already, as {mark.layout}: its gradient is no mean over "
                 f"{cut[0]} ranks. Give such parameters to an optimizer of their own"
             )
 
 
 def names_of(groups: Iterable[dict[str, Any]]) -> list[str]:
     """The parameters' names in errors, over all groups of an optimizer: their numbers if it has no names."""
-    found: list[str] = []
+    names: list[str] = []
     for group in groups:
-        known, first = group.get("param_names"), len(found)
-        found += map(repr, known) if known else map(str, range(first, first + len(group["params"])))
-    return found
+        group_names, first = group.get("param_names"), len(names)
+        names += map(repr, group_names) if group_names else map(str, range(first, first + len(group["params"])))
+    return names
 
 
 def named_of(group: dict[str, Any]) -> tuple[list[Tensor], list[str]]:
     """A group's parameters, and their names in errors. ValueError for a parameter that is given twice."""
-    given = group["params"]
-    if not isinstance(given, set):  # torch refuses sets, which have no order
-        group["params"] = [given] if isinstance(given, Tensor) else list(given)
+    params = group["params"]
+    if not isinstance(params, set):  # torch refuses sets, which have no order
+        group["params"] = [params] if isinstance(params, Tensor) else list(params)
     named = [item if isinstance(item, tuple) else (None, item) for item in group["params"]]
     names = [f"{i}" if name is None else repr(name) for i, (name, _) in enumerate(named)]
     seen: dict[int, str] = {}

@@ -60,9 +60,9 @@ def _finite_everywhere(tensors: list[Tensor]) -> bool:
     values = (t.coalesce().values() if t.is_sparse else t for t in tensors)
     largest = [torch.linalg.vector_norm(t, float("inf")).isfinite() for t in values if t.numel()]
     device = world.position.device
-    here = torch.stack(largest).all() if largest else torch.ones((), dtype=torch.bool, device=device)
-    bad = (~here).to(torch.int64).reshape(1)
-    return not bool(world.all_reduce(bad, "max").item())
+    finite = torch.stack(largest).all() if largest else torch.ones((), dtype=torch.bool, device=device)
+    nonfinite = (~finite).to(torch.int64).reshape(1)
+    return not bool(world.all_reduce(nonfinite, "max").item())
 
 
 def _unscale(gradients: list[Tensor], scaled: Any, scaler: GradScaler) -> bool:

@@ -25,7 +25,7 @@ from .status import Entry
 _FRAME = struct.Struct("<QQ")
 _TEXT_NEXT = b"\xff" * _FRAME.size  # a mark before a text; equals no frame
 _TEXT = 4096
-_KEPT = 4096  # cached frames
+_CACHE_SIZE = 4096  # cached frames
 _GREETING = 20  # bytes: a secret of 16, and the position
 
 Meet = Callable[[str], list[str]]
@@ -42,7 +42,7 @@ class FingerprintExchange:
         self._members, self._position, self._sockets = tuple(members), position, dict(sockets)
         self._lag, self._strict, self._places = lag, strict, Places()
         self.sent: deque[tuple[bytes, Entry]] = deque()  # calls of this rank that have not been compared
-        self._got = {peer: bytearray() for peer in sockets}
+        self._buffers = {peer: bytearray() for peer in sockets}
         self._frames: dict[object, tuple[bytes, object]] = {}
         self._poll = select.poll()
         for s in sockets.values():
@@ -58,7 +58,7 @@ class FingerprintExchange:
         """Read, and whether all fingerprints have come that this rank waits for. DistNetworkError if they cannot."""
         self.read()
         calls = len(self.sent) - (0 if now else self._lag)
-        late = [peer for peer, got in self._got.items() if len(got) // _FRAME.size < calls]
+        late = [peer for peer, buffer in self._buffers.items() if len(buffer) // _FRAME.size < calls]
         if any(peer not in self._sockets for peer in late):
             raise dist.DistNetworkError("a connection over which calls are compared was closed")
         return not late
@@ -66,11 +66,11 @@ class FingerprintExchange:
     def differing(self) -> tuple[Entry, bool] | None:
         """The first call that differs, of those not compared yet, and whether only its place differs."""
         size = _FRAME.size
-        while self.sent and all(len(got) >= size for got in self._got.values()):
-            mine, entry = self.sent.popleft()
-            frames = {peer: bytes(got[:size]) for peer, got in self._got.items()} | {self._position: mine}
-            for got in self._got.values():
-                del got[:size]
+        while self.sent and all(len(buffer) >= size for buffer in self._buffers.values()):
+            frame, entry = self.sent.popleft()
+            frames = {peer: bytes(buffer[:size]) for peer, buffer in self._buffers.items()} | {self._position: frame}
+            for buffer in self._buffers.values():
+                del buffer[:size]
             pairs = [_FRAME.unpack(frames[i]) for i in sorted(frames)]
             if any(fingerprint != pairs[0][0] for fingerprint, _ in pairs):
                 return entry, False
@@ -84,20 +84,20 @@ class FingerprintExchange:
         call = Call.of(*entry[1:])
         self._send(_TEXT_NEXT + call.pack().ljust(_TEXT))
         calls, ended = {self._position: call}, []
-        for peer, got in self._got.items():
+        for peer, buffer in self._buffers.items():
             arrive(partial(self.has_text, peer))
             end = self._text_end(peer)
             self.sent.clear()
             if end is None:
                 ended.append(self._members[peer])
             else:
-                calls[peer] = Call.unpack(bytes(got[end - _TEXT : end]))
-                del got[:end]  # including the fingerprints of calls that will not run
+                calls[peer] = Call.unpack(bytes(buffer[end - _TEXT : end]))
+                del buffer[:end]  # including the fingerprints of calls that will not run
         ranks = [self._members[i] for i in sorted(calls)]
         gone = f"ranks {ranks} and {ended} of group {self._members} disagree on a collective, and of {ended} the "
         gone += f"process has ended:\n  rank {ranks[0]}: {call}"
-        every = [calls[i] for i in sorted(calls)]
-        return CollectiveMismatchError(disagreement(every, ranks, place, gone if ended else ""))
+        ordered = [calls[i] for i in sorted(calls)]
+        return CollectiveMismatchError(disagreement(ordered, ranks, place, gone if ended else ""))
 
     def close(self) -> None:
         for peer in list(self._sockets):
@@ -113,22 +113,22 @@ class FingerprintExchange:
 
     def _text_end(self, peer: int) -> int | None:
         """Where the peer's text ends, behind fingerprints of later calls; None while it is not all there."""
-        got, size = self._got[peer], _FRAME.size
-        marks = (i for i in range(0, len(got) - size + 1, size) if got[i : i + size] == _TEXT_NEXT)
-        end = next(marks, len(got)) + size + _TEXT
-        return end if end <= len(got) else None
+        buffer, size = self._buffers[peer], _FRAME.size
+        marks = (i for i in range(0, len(buffer) - size + 1, size) if buffer[i : i + size] == _TEXT_NEXT)
+        end = next(marks, len(buffer)) + size + _TEXT
+        return end if end <= len(buffer) else None
 
     def _frame(self, entry: Entry) -> bytes:
         _, _, op, shape, dtype, site = entry
         code, *rest = site if site is not None else (None,)
         key = op, shape, dtype, id(code), *rest  # the id: code is slow to hash, and lives as long as the entry
-        found = self._frames.get(key)
-        if found is None:
-            if len(self._frames) >= _KEPT:
+        cached = self._frames.get(key)
+        if cached is None:
+            if len(self._frames) >= _CACHE_SIZE:
                 self._frames.clear()
             place = 0 if site is None else place_of(op, site)
-            found = self._frames[key] = _FRAME.pack(word_of((op, tuple(shape), dtype)), place), code
-        return found[0]
+            cached = self._frames[key] = _FRAME.pack(word_of((op, tuple(shape), dtype)), place), code
+        return cached[0]
 
     def _send(self, data: bytes) -> None:
         for peer, s in list(self._sockets.items()):
@@ -146,7 +146,7 @@ class FingerprintExchange:
                 continue
             except OSError:
                 data = b""
-            self._got[peer] += data
+            self._buffers[peer] += data
             if not data:
                 self._drop(peer)
 
@@ -162,8 +162,8 @@ def _members(server: socket.socket, secret: bytes, count: int, timeout: float) -
     server.setblocking(False)
     try:
         while count:
-            left = deadline - time.monotonic()
-            ready = wait([server, *greetings], left) if left > 0 else []
+            remaining = deadline - time.monotonic()
+            ready = wait([server, *greetings], remaining) if remaining > 0 else []
             if not ready:
                 raise TimeoutError("timed out")
             for s in cast(list[socket.socket], ready):
@@ -196,20 +196,20 @@ def connected(
     secret = uuid.uuid4().bytes
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with ExitStack() as undo, socket.create_server((address, 0), family=family, backlog=size) as server:
-        found = meet(json.dumps([address, server.getsockname()[1], secret.hex()]))
-        made: dict[int, socket.socket] = {}
+        addresses = meet(json.dumps([address, server.getsockname()[1], secret.hex()]))
+        connections: dict[int, socket.socket] = {}
         try:
             for peer in range(position):
-                host, port, theirs = json.loads(found[peer])
-                made[peer] = undo.enter_context(socket.create_connection((host, port), timeout))
-                made[peer].sendall(bytes.fromhex(theirs) + position.to_bytes(4, "little"))
+                host, port, peer_secret = json.loads(addresses[peer])
+                connections[peer] = undo.enter_context(socket.create_connection((host, port), timeout))
+                connections[peer].sendall(bytes.fromhex(peer_secret) + position.to_bytes(4, "little"))
             for peer, s in _members(server, secret, size - 1 - position, timeout):
-                made[peer] = undo.enter_context(s)
+                connections[peer] = undo.enter_context(s)
         except OSError as e:
             text = f"ranks cannot connect to each other (this one is at {address}): {e}; hosts have to take"
             raise BackendError(f"{text} connections of each other at any port{remedy}") from e
-        for s in made.values():
+        for s in connections.values():
             s.setblocking(False)
             s.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         undo.pop_all()
-    return made
+    return connections

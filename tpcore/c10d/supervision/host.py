@@ -109,13 +109,13 @@ def sever(inodes: Collection[int]) -> None:
 
 def open_sockets() -> list[tuple[int, int]]:
     """Descriptor and inode of each socket of this process."""
-    found = []
+    descriptors = []
     for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
         with suppress(OSError):  # the descriptor of the listing itself
             target = os.readlink(f"/proc/self/fd/{name}")
             if target.startswith("socket:["):
-                found.append((int(name), int(target[8:-1])))
-    return found
+                descriptors.append((int(name), int(target[8:-1])))
+    return descriptors
 
 
 def let_threads_finish(name: str, seconds: float) -> None:
@@ -135,14 +135,14 @@ def let_threads_finish(name: str, seconds: float) -> None:
 def _native_threads(name: str) -> dict[int, tuple[str | None, ...]]:
     """State and switches of these threads, by id; none where /proc cannot tell."""
     pythons = {thread.native_id for thread in threading.enumerate()}
-    names, found = {name, _status(os.getpid()).get("Name", name)}, dict[int, tuple[str | None, ...]]()
+    names, threads = {name, _status(os.getpid()).get("Name", name)}, dict[int, tuple[str | None, ...]]()
     with suppress(OSError):
         for task in map(int, os.listdir("/proc/self/task")):
             status = {} if task in pythons else _status(task)
             if status.get("Name") in names:
                 counts = map(status.get, ("voluntary_ctxt_switches", "nonvoluntary_ctxt_switches"))
-                found[task] = (status["State"][0], *counts)
-    return found
+                threads[task] = (status["State"][0], *counts)
+    return threads
 
 
 def _status(task: int) -> dict[str, str]:
@@ -179,9 +179,9 @@ class LocalRanks:
 
     def dead(self) -> list[int]:
         """The ranks that ``watch`` could not watch and that have ended since the last call."""
-        found = [r for r in self._unwatched if self._peers[r].fate() is not None]
-        self._unwatched = [r for r in self._unwatched if r not in found]
-        return found
+        dead = [r for r in self._unwatched if self._peers[r].fate() is not None]
+        self._unwatched = [r for r in self._unwatched if r not in dead]
+        return dead
 
     def close(self) -> None:
         for fd in self._watched:
@@ -194,9 +194,9 @@ def keep_alive(s: socket.socket, seconds: float) -> None:
     processes that are stopped or compute, so silence is that of a host or of the link."""
     whole = max(3, round(seconds))
     s.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    every = {"KEEPIDLE": max(1, whole * 2 // 5), "KEEPINTVL": max(1, whole * 3 // 5 // _PROBES), "KEEPCNT": _PROBES}
-    every["USER_TIMEOUT"] = whole * 1000  # for bytes under way, during which there are no probes
-    for name, value in every.items():
+    options = {"KEEPIDLE": max(1, whole * 2 // 5), "KEEPINTVL": max(1, whole * 3 // 5 // _PROBES), "KEEPCNT": _PROBES}
+    options["USER_TIMEOUT"] = whole * 1000  # for bytes under way, during which there are no probes
+    for name, value in options.items():
         if hasattr(socket, f"TCP_{name}"):  # Linux has all of them
             s.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{name}"), value)
 

@@ -45,7 +45,7 @@ class PeerMonitor(threading.Thread):
         self.partings: set[Callable[[], None]] = set()  # the same for groups that share memory
         self._near, self._store, self._links = LocalRanks(rank, peers), store, links
         self.neighbours = frozenset(self._near.ranks)
-        self._asked, self._selector = queue.SimpleQueue[Callable[[], None]](), selectors.DefaultSelector()
+        self._requests, self._selector = queue.SimpleQueue[Callable[[], None]](), selectors.DefaultSelector()
         self._woken, self._wake = os.pipe()
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._closed, self._hook = False, sys.excepthook
@@ -62,9 +62,9 @@ class PeerMonitor(threading.Thread):
         """Install a sys.excepthook above torch's, inside which text that is printed gets a prefix."""
         self._hook, sys.excepthook = sys.excepthook, self._excepthook
 
-    def close(self, how: str) -> None:
+    def close(self, cause: str) -> None:
         """Publish how this rank ended, unless that is published already, and stop watching."""
-        self._ask(lambda: self._store.end(self.rank, how), None)
+        self._ask(lambda: self._store.end(self.rank, cause), None)
         atexit.unregister(self._at_exit)
         self._end.detach()
         if sys.excepthook == self._excepthook:
@@ -84,14 +84,14 @@ class PeerMonitor(threading.Thread):
 
     def fail(self, error: BaseException) -> None:
         """Publish that this rank failed with ``error``; all others will fail too."""
-        what = cause_of_end(error)
-        self._ask(lambda: self._store.end(self.rank, what), None)
+        cause = cause_of_end(error)
+        self._ask(lambda: self._store.end(self.rank, cause), None)
         if isinstance(error, (PeerLostError, CollectiveTimeoutError)):
             return  # the error follows from a verdict
         if connection_broke(error):  # an error of DDP: a Comm would have named the cause
             log.error(self.diagnose(range(len(self.peers)), error).text)
         else:
-            self.post(self._lost(self.rank, what))
+            self.post(self._lost(self.rank, cause))
 
     def post(self, verdict: Verdict) -> Verdict:
         """Make ``verdict`` the job's verdict, unless there is one; return the job's verdict."""
@@ -110,28 +110,28 @@ class PeerMonitor(threading.Thread):
 
     def find(self, ranks: Sequence[int]) -> Verdict | None:
         """The verdict, if there is one or one of ``ranks`` is known to have ended."""
-        found = self.look(ranks)
-        return found and self.post(found)
+        verdict = self.look(ranks)
+        return verdict and self.post(verdict)
 
     def look(self, ranks: Sequence[int]) -> Verdict | None:
         """Like ``find``, but the verdict is not posted to the other ranks."""
-        lost = (self._lost(r, how) for r in ranks if (how := self._fate(r)) is not None)
+        lost = (self._lost(r, fate) for r in ranks if (fate := self._fate(r)) is not None)
         return self.verdict or self._ask(lambda: self._look(ranks), None) or next(lost, None)
 
     def gone(self, rank: int) -> str | None:
         """How the process of ``rank`` ended; None if it may still run, as after an error or after it left the job."""
-        how, who = self._fate(rank), f"rank {rank} ({self.peers[rank]}) "
-        if how is not None or rank in self.neighbours:
-            return how
-        how = self.verdict.text.removeprefix(who) if self.verdict else ""
-        return how if how.startswith(("was killed", "exited", "is gone", "cannot")) else None
+        fate, prefix = self._fate(rank), f"rank {rank} ({self.peers[rank]}) "
+        if fate is not None or rank in self.neighbours:
+            return fate
+        fate = self.verdict.text.removeprefix(prefix) if self.verdict else ""
+        return fate if fate.startswith(("was killed", "exited", "is gone", "cannot")) else None
 
     def diagnose(self, members: Sequence[int], error: BaseException) -> Verdict:
         """The verdict after a connection within ``members`` broke: the lost rank and the reason."""
         deadline, others = time.monotonic() + _GRACE, [m for m in members if m != self.rank]
         while time.monotonic() < deadline:
-            if found := self.find(others):
-                return found
+            if verdict := self.find(others):
+                return verdict
             time.sleep(0.02)
         reports = self.reports()
         silent = "; ".join(f"rank {m}{self.state(m, reports)}" for m in others)
@@ -141,16 +141,16 @@ class PeerMonitor(threading.Thread):
     def reports(self) -> dict[int, RankReport]:
         """The last published report of each rank, and this rank's own as it is now."""
         ranks, nothing = range(len(self.peers)), dict[int, RankReport]()
-        found = self._ask(lambda: self._store.reports(ranks), nothing)
-        return {r: found.get(r, RankReport()) for r in ranks} | {self.rank: self.recorder.report()}
+        published = self._ask(lambda: self._store.reports(ranks), nothing)
+        return {r: published.get(r, RankReport()) for r in ranks} | {self.rank: self.recorder.report()}
 
     def state(self, rank: int, reports: Mapping[int, RankReport]) -> str:
         """A description of a rank that does not come, as the end of a sentence."""
-        peer, how, at = self.peers[rank], self._fate(rank), reports[rank].at
+        peer, fate, at = self.peers[rank], self._fate(rank), reports[rank].at
         if rank == self.rank:
             return ""
-        if how is not None:
-            return f" ({peer} {how})"
+        if fate is not None:
+            return f" ({peer} {fate})"
         if rank in self._near.stopped() or any(rank in other.stopped for other in reports.values()):
             return f" ({peer} is stopped, by SIGSTOP or a debugger)"
         if not at:
@@ -163,7 +163,7 @@ class PeerMonitor(threading.Thread):
         if self._closed or not self.is_alive() or threading.current_thread() is self:
             return default
         answer: Future[T] = Future()
-        self._asked.put(lambda: answer.set_result(fn()))
+        self._requests.put(lambda: answer.set_result(fn()))
         os.write(self._wake, b"x")
         try:
             return answer.result(_ANSWER)
@@ -190,8 +190,8 @@ class PeerMonitor(threading.Thread):
             self.verdict = verdict
         return self.verdict
 
-    def _lost(self, rank: int, how: str) -> Verdict:
-        return Verdict("lost", f"rank {rank} ({self.peers[rank]}) {how}")
+    def _lost(self, rank: int, fate: str) -> Verdict:
+        return Verdict("lost", f"rank {rank} ({self.peers[rank]}) {fate}")
 
     def _fate(self, rank: int) -> str | None:
         return self.peers[rank].fate() if rank in self.neighbours else self._links.fates.get(rank)
@@ -212,8 +212,8 @@ class PeerMonitor(threading.Thread):
             for key, _ in self._selector.select(max(0.0, min(due, self._cut_at or due) - time.monotonic())):
                 if key.data is None:
                     os.read(self._woken, 4096)
-                    while not self._asked.empty():
-                        self._asked.get()()
+                    while not self._requests.empty():
+                        self._requests.get()()
                 else:
                     self._selector.unregister(key.fileobj)
                     ended, rank = key.data
@@ -234,8 +234,8 @@ class PeerMonitor(threading.Thread):
             self._died(rank)
 
     def _seen(self) -> Verdict | None:
-        found = self.verdict or self._store.verdict() or self._cut_off()
-        return found and self._accept(found)
+        verdict = self.verdict or self._store.verdict() or self._cut_off()
+        return verdict and self._accept(verdict)
 
     def _cut_off(self) -> Verdict | None:
         """The verdict if the store's host does not answer: no other rank can send it to this one."""
@@ -253,10 +253,10 @@ class PeerMonitor(threading.Thread):
 
     def _died(self, rank: int) -> None:
         """A neighbour's process ended. Fatal at once if it failed, and had not left the job before."""
-        how, ended, gone = self._fate(rank), self._store.ended(rank), self._lost(rank, GONE)
-        if how == GONE and ended is None and self.verdict in (None, gone):
+        fate, ended, gone = self._fate(rank), self._store.ended(rank), self._lost(rank, GONE)
+        if fate == GONE and ended is None and self.verdict in (None, gone):
             self._tell(gone)  # its launcher was faster; nothing is wrong if os._exit(0) ended it
-        if how in (None, CLEAN, GONE) or not (ended or "ended").startswith("ended"):
+        if fate in (None, CLEAN, GONE) or not (ended or "ended").startswith("ended"):
             return
         self._judge(rank)
 
@@ -274,9 +274,9 @@ class PeerMonitor(threading.Thread):
             log.error(verdict.text)
 
     def _look(self, ranks: Sequence[int]) -> Verdict | None:
-        ended = [(r, how) for r in ranks if (how := self._store.ended(r)) is not None]
-        for r, how in sorted(ended, key=lambda item: not item[1].startswith("raised")):
+        ended = [(r, cause) for r in ranks if (cause := self._store.ended(r)) is not None]
+        for r, cause in sorted(ended, key=lambda item: not item[1].startswith("raised")):
             fate = self._fate(r)
-            known = how.startswith("raised") or fate in (None, GONE)
-            return self._seen() or self._lost(r, how if known else str(fate))
+            cause_known = cause.startswith("raised") or fate in (None, GONE)
+            return self._seen() or self._lost(r, cause if cause_known else str(fate))
         return self._seen()

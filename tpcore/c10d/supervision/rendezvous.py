@@ -29,19 +29,19 @@ class Rendezvous:
         self.store, self.rank, self.world, self.timeout = store, rank, world, timeout
 
     def meet(
-        self, what: str, mine: str, lost: Lost = lambda missing: None, ranks: Sequence[int] | None = None
+        self, purpose: str, text: str, lost: Lost = lambda missing: None, ranks: Sequence[int] | None = None
     ) -> list[str]:
-        """The ``mine`` of every rank of the job or of ``ranks``, in that order. Raises CollectiveTimeoutError, which
+        """The ``text`` of every rank of the job or of ``ranks``, in that order. Raises CollectiveTimeoutError, which
         names the missing ranks, or the error that ``lost`` returns for them."""
-        keys = {r: f"{what}/{r}" for r in (range(self.world) if ranks is None else ranks)}
+        keys = {r: f"{purpose}/{r}" for r in (range(self.world) if ranks is None else ranks)}
         try:
-            self.store.set(keys[self.rank], mine)
-            self._wait(what, keys, lost)
+            self.store.set(keys[self.rank], text)
+            self._wait(purpose, keys, lost)
             return [self.store.get(k).decode() for k in keys.values()]
         except dist.DistNetworkError as e:
-            raise PeerLostError(f"rank {self.rank}: the job's store is gone while ranks meet to {what}: {e}") from e
+            raise PeerLostError(f"rank {self.rank}: the job's store is gone while ranks meet to {purpose}: {e}") from e
 
-    def _wait(self, what: str, keys: Mapping[int, str], lost: Lost) -> None:
+    def _wait(self, purpose: str, keys: Mapping[int, str], lost: Lost) -> None:
         # polls: the store's own wait prints warnings when it times out
         deadline, pause = time.monotonic() + self.timeout, 0.001
         while not self.store.check(list(keys.values())):
@@ -56,7 +56,7 @@ class Rendezvous:
                 raise error
             if missing and time.monotonic() > deadline:
                 who = ", ".join(map(str, missing))
-                waited = f"rank {self.rank} waited {self.timeout:g} s to {what}"
+                waited = f"rank {self.rank} waited {self.timeout:g} s to {purpose}"
                 raise CollectiveTimeoutError(f"{waited}: rank {who} of {self.world} did not come")
 
 
@@ -77,8 +77,8 @@ def store_of_environment(timeout: float) -> tuple[dist.Store, int, int] | None:
     if not settings.RANK.is_set and not settings.WORLD_SIZE.is_set:
         return None
     if unset := [variable.name for variable in _VARIABLES if not variable.is_set]:
-        given = {variable.name: variable.text() for variable in _VARIABLES if variable.is_set}
-        raise BackendError(f"{given} is set, but not {', '.join(unset)}: torchrun sets all of them, or none must be")
+        present = {variable.name: variable.text() for variable in _VARIABLES if variable.is_set}
+        raise BackendError(f"{present} is set, but not {', '.join(unset)}: torchrun sets all of them, or none must be")
     try:
         rank, world, port = (v.get() for v in (settings.RANK, settings.WORLD_SIZE, settings.MASTER_PORT))
     except ValueError as e:
@@ -122,10 +122,10 @@ def _answer(store: dist.Store, name: str, missing: set[int], answered: set[str])
         if store.check([f"{name}/{rank}"]):
             missing.discard(rank)
         elif store.check([f"tpcore start/{rank}"]):
-            asked = store.get(f"tpcore start/{rank}").decode()
-            if asked not in answered:
-                store.set(f"tpcore start/{asked}", name)
-                answered.add(asked)
+            requester = store.get(f"tpcore start/{rank}").decode()
+            if requester not in answered:
+                store.set(f"tpcore start/{requester}", name)
+                answered.add(requester)
 
 
 def _tcp_store(host: str, port: int, rank: int, world: int, timeout: float) -> dist.Store:
@@ -148,9 +148,9 @@ def address_towards(store: dist.Store, alone: bool) -> str:
         return _HOST
     host, port = place or (socket.gethostname(), 1)
     # sends no packet: the kernel returns the source address that it would use
-    for family, kind, protocol, _, at in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
+    for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
         with suppress(OSError), socket.socket(family, kind, protocol) as s:
-            s.connect(at)
+            s.connect(address)
             return str(s.getsockname()[0])
     return _HOST
 

@@ -109,8 +109,8 @@ class RankReport:
 
 def absent(members: Sequence[int], rank: int, reports: Mapping[int, RankReport]) -> list[int]:
     """Members that have entered fewer collectives of this group than ``rank`` has."""
-    mine = reports[rank].count(members)
-    return [m for m in members if m != rank and reports.get(m, RankReport()).count(members) < mine]
+    entered = reports[rank].count(members)
+    return [m for m in members if m != rank and reports.get(m, RankReport()).count(members) < entered]
 
 
 def timeout_report(
@@ -125,8 +125,8 @@ def timeout_report(
         # in the middle of the collective, which all have begun
         halted = [] if missing else [m for m in group if m != waiter and state(m)]
         if not missing and not halted:
-            what = "all came, but nothing completed: links lose packets, or calls differ (TPCORE_CHECK=1)"
-            lines.append(f"  rank {waiter} in group {list(group)}: {what}")
+            problem = "all came, but nothing completed: links lose packets, or calls differ (TPCORE_CHECK=1)"
+            lines.append(f"  rank {waiter} in group {list(group)}: {problem}")
         for m in halted:
             lines.append(f"  rank {waiter} waits for rank {m}, which came and did not finish{state(m)}")
         for m in missing:
@@ -183,8 +183,8 @@ class StatusStore:
 
     def reports(self, ranks: Iterable[int]) -> dict[int, RankReport]:
         """The last report of each rank that has published one."""
-        found = {r: self._report(r) for r in ranks}
-        return {r: RankReport.unpack(data) for r, data in found.items() if data}
+        published = {r: self._report(r) for r in ranks}
+        return {r: RankReport.unpack(data) for r, data in published.items() if data}
 
     def _report(self, rank: int) -> str | None:
         if self._folder is None:
@@ -207,9 +207,9 @@ class StatusStore:
     def verdict(self) -> Verdict | None:
         return _verdict(self._get("verdict"))
 
-    def end(self, rank: int, how: str) -> None:
-        """Publish ``how`` a rank ended; the first call counts."""
-        self._first(f"end/{rank}", how)
+    def end(self, rank: int, cause: str) -> None:
+        """Publish the ``cause`` of a rank's end; the first call counts."""
+        self._first(f"end/{rank}", cause)
 
     def ended(self, rank: int) -> str | None:
         return self._get(f"end/{rank}")

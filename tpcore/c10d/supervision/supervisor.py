@@ -47,7 +47,7 @@ class Supervisor:
         self._rank, self._timeout, self._checked = rank, timeout, checked_calls()
         self._library, self._lazy, self._recorder = tuple(library), lazy, FlightRecorder()
         self._rendezvous = Rendezvous(store, rank, world, timeout)
-        self._made: Counter[Members] = Counter()
+        self._exchanges: Counter[Members] = Counter()
         self._waiting: dict[Any, Waiting] = {}
         self.peers = self._introduced(store)
         self.peers.open()
@@ -55,30 +55,30 @@ class Supervisor:
     def _introduced(self, store: dist.Store) -> PeerMonitor:
         """Exchange the ranks' identities. ValueError if they check other calls, or if their versions differ."""
         ids = job_ids(self._rendezvous.world)
-        own = json.dumps([astuple(Identity.own()), self._checked, self._token, f"tpcore {settings.__version__}", ids])
-        texts = self._rendezvous.meet("start", own, lambda _: self._twice())
-        found = [json.loads(text) for text in texts]
+        hello = json.dumps([astuple(Identity.own()), self._checked, self._token, f"tpcore {settings.__version__}", ids])
+        texts = self._rendezvous.meet("start", hello, lambda _: self._twice())
+        hellos = [json.loads(text) for text in texts]
         try:
-            self._alike(found)
+            self._alike(hellos)
         except ValueError:
             # rank 0 may host the store, which ends with it: until all have read it, or as long as one takes to
             briefly = Rendezvous(store, self._rank, self._rendezvous.world, min(SECONDS, self._timeout))
             with suppress(BackendError):
                 briefly.meet("refuse to start", "")
             raise
-        connect = partial(own_client, store, _MONITOR.format(found[0][2]), self._timeout)
-        identities = [Identity(*peer) for peer, *_ in found]
+        connect = partial(own_client, store, _MONITOR.format(hellos[0][2]), self._timeout)
+        identities = [Identity(*peer) for peer, *_ in hellos]
         self._address = address_towards(store, all(i.hostname == identities[0].hostname for i in identities))
         silent, place = min(SECONDS, self._timeout), place_of_server(store)
-        status = StatusStore(connect, folder_beside(store, f"reports-{found[0][2]}"), place, silent)
+        status = StatusStore(connect, folder_beside(store, f"reports-{hellos[0][2]}"), place, silent)
         return PeerMonitor(status, self._rank, identities, self._recorder, self._linked(identities, silent))
 
     @staticmethod
-    def _alike(found: Sequence[Any]) -> None:
-        _, calls, _, versions, jobs = zip(*found, strict=True)
+    def _alike(hellos: Sequence[Any]) -> None:
+        _, calls, _, versions, jobs = zip(*hellos, strict=True)
         apart = "two jobs were given one address. Give each a MASTER_PORT of its own"
         same: dict[str, Sequence[Any]] = {
-            f"rank 0 has {name}={{}} and rank {{}} {{}}: {apart}": [theirs.get(name, jobs[0][name]) for theirs in jobs]
+            f"rank 0 has {name}={{}} and rank {{}} {{}}: {apart}": [job.get(name, jobs[0][name]) for job in jobs]
             for name in jobs[0]
         }
         same[f"{CHECK.name} must be the same on all ranks; calls to check are rank 0: {{}}, rank {{}}: {{}}"] = calls
@@ -99,19 +99,19 @@ class Supervisor:
         if self._rank not in heads:
             return Links({}, hosts, silent)
         meet = partial(self._rendezvous.meet, "link hosts", ranks=heads)
-        made = connected(heads.index(self._rank), len(heads), self._address, self._timeout, meet)
-        return Links({heads[i]: s for i, s in made.items()}, hosts, silent)
+        links = connected(heads.index(self._rank), len(heads), self._address, self._timeout, meet)
+        return Links({heads[i]: s for i, s in links.items()}, hosts, silent)
 
-    def meet(self, what: str, mine: str = "") -> list[str]:
+    def meet(self, purpose: str, text: str = "") -> list[str]:
         """Wait for all ranks, so that an error of all cuts off none that still connects; return each one's text."""
-        return self._rendezvous.meet(what, mine, self._lost)
+        return self._rendezvous.meet(purpose, text, self._lost)
 
     def agree_on_group(self, number: int, partition: tuple[Members, ...]) -> None:
         """Raise CollectiveMismatchError on all ranks if they are about to make different groups."""
         text = "ranks 0 and {0} disagree on the next groups to make (is tp the same on both?):"
         text += "\n  rank 0: {1}\n  rank {0}: {2}"
-        found = self._rendezvous.meet(f"make group {number}", repr(partition), self._lost)
-        agree(found, lambda *differing: CollectiveMismatchError(text.format(*differing)))
+        partitions = self._rendezvous.meet(f"make group {number}", repr(partition), self._lost)
+        agree(partitions, lambda *differing: CollectiveMismatchError(text.format(*differing)))
 
     @contextmanager
     def connecting(self, members: Sequence[int], opened: Sockets = sockets) -> Iterator[None]:
@@ -141,23 +141,23 @@ class Supervisor:
         """The watch around the collectives of ``pg``. One process group may serve several axes. ``compares``:
         whether the group's transport compares calls; all members call it, once for a group."""
         if pg not in self._waiting:
-            made = Waiting(axes, members, self._checked, self._timeout, self.peers, self._library, self._lazy)
-            if not compares(made) and self._checked:
-                made.fingerprints = self._fingerprints(members)
-            self._waiting[pg] = made
+            watch = Waiting(axes, members, self._checked, self._timeout, self.peers, self._library, self._lazy)
+            if not compares(watch) and self._checked:
+                watch.fingerprints = self._fingerprints(members)
+            self._waiting[pg] = watch
         waiting = self._waiting[pg]
         waiting.axes = min(waiting.axes, tuple(axes), key=len)
         return waiting
 
     def _fingerprints(self, members: Members) -> FingerprintExchange:
         """Connect the members over sockets of their own, whatever the transport."""
-        self._made[members] += 1
-        what, position = f"compare calls {members} {self._made[members]}", members.index(self._rank)
-        meet = partial(self._rendezvous.meet, what, lost=self._lost, ranks=members)
+        self._exchanges[members] += 1
+        purpose, position = f"compare calls {members} {self._exchanges[members]}", members.index(self._rank)
+        meet = partial(self._rendezvous.meet, purpose, lost=self._lost, ranks=members)
         with self.connecting(members):
             remedy = f"; {CHECK.name}=off compares no calls, and needs none between these ranks"
-            made = connected(position, len(members), self._address, self._timeout, meet, remedy)
-        return FingerprintExchange(members, position, made, _RUN_AHEAD[self._lazy], self._checked == ALL)
+            connections = connected(position, len(members), self._address, self._timeout, meet, remedy)
+        return FingerprintExchange(members, position, connections, _RUN_AHEAD[self._lazy], self._checked == ALL)
 
     def _lost(self, missing: Sequence[int]) -> BackendError | None:
         verdict = self.peers.find(missing)
@@ -188,18 +188,20 @@ _TWICE = "tpcore/twice"
 _MONITOR = "tpcore monitor {}"  # the part of the store with the status of the job whose rank 0 drew this token
 
 
-def claim(store: dist.Store, rank: int, own: Identity, token: str, timeout: float) -> None:
+def claim(store: dist.Store, rank: int, identity: Identity, token: str, timeout: float) -> None:
     """Take the place of ``rank``. BackendError, here and on the job's ranks, if another process has it."""
-    mine, key = json.dumps([astuple(own), token]), f"tpcore/rank/{rank}"
-    holder = Identity(*json.loads(store.compare_set(key, "", mine))[0])
-    earlier = holder == own or (holder.neighbour_of(own) and holder.fate() is not None)
+    entry, key = json.dumps([astuple(identity), token]), f"tpcore/rank/{rank}"
+    holder = Identity(*json.loads(store.compare_set(key, "", entry))[0])
+    earlier = holder == identity or (holder.neighbour_of(identity) and holder.fate() is not None)
     status = None if earlier else _status(store, timeout)
     if earlier or (status is not None and status.ended(rank) is not None):
-        store.set(key, mine)  # of an earlier start at this store
+        store.set(key, entry)  # of an earlier start at this store
         return
     place = place_of_server(store)
     where = "" if place is None else f" to {place[0]}:{place[1]}"
-    text = f"rank {rank} has come twice{where}, as {holder} and as {own}: two jobs have one address, or two processes"
+    text = (
+        f"rank {rank} has come twice{where}, as {holder} and as {identity}: two jobs have one address, or two processes"
+    )
     text += " one RANK. Give each job a MASTER_PORT of its own"
     store.set(_TWICE, text)
     if status is not None:
@@ -224,5 +226,5 @@ def _status(store: dist.Store, timeout: float) -> StatusStore | None:
 
 def job_ids(world: int) -> dict[str, str]:
     """What all ranks of one job have in common, as far as its launcher says."""
-    known = [settings.RUN_ID] + ([] if settings.SLURM_HET.is_set else [settings.SLURM_JOB])
-    return {"WORLD_SIZE": str(world)} | {v.name: v.text() for v in known if v.is_set}
+    variables = [settings.RUN_ID] + ([] if settings.SLURM_HET.is_set else [settings.SLURM_JOB])
+    return {"WORLD_SIZE": str(world)} | {v.name: v.text() for v in variables if v.is_set}

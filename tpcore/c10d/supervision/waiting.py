@@ -168,8 +168,8 @@ class Waiting:
         return peers.post(Verdict("timeout", text)).error(self._recorder.last())
 
     def _raise_if_differing(self, fingerprints: FingerprintExchange) -> None:
-        if found := fingerprints.differing():
-            raise fingerprints.error(*found, partial(self._arrive, fingerprints)) from None
+        if mismatch := fingerprints.differing():
+            raise fingerprints.error(*mismatch, partial(self._arrive, fingerprints)) from None
 
     def _arrive(self, fingerprints: FingerprintExchange, arrived: Callable[[], bool]) -> None:
         """Wait until fingerprints, or a text, have ``arrived``."""

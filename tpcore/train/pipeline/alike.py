@@ -31,13 +31,13 @@ def check_layers(layers: Sequence[nn.Module], stages: int) -> None:
                     "that do not add its gradients up"
                 )
     signatures = [_signature(layer) for layer in layers]
-    for i, mine in enumerate(signatures):
+    for i, signature in enumerate(signatures):
         j = i % (count // stages)
-        theirs = signatures[j]
-        for differs in [name for name in {**theirs, **mine} if mine.get(name) != theirs.get(name)]:
+        first = signatures[j]
+        for differs in [name for name in {**first, **signature} if signature.get(name) != first.get(name)]:
             raise ValueError(
                 f"layers {j} and {i} would do the same on two stages, and differ: {differs or 'the layer'} is "
-                f"{theirs.get(differs, 'not there')} in the one and {mine.get(differs, 'not there')} in the other. "
+                f"{first.get(differs, 'not there')} in the one and {signature.get(differs, 'not there')} in the other. "
                 "Stages run one program: a pattern of layers must repeat on each of them, so pp has to "
                 "divide the number of times that it occurs"
             )
@@ -49,30 +49,30 @@ def _any(numbers: Sequence[int]) -> str:
 
 def _signature(layer: nn.Module) -> Signature:
     """Two layers run one program if these are equal: classes, parameters, string attributes."""
-    found: Signature = {}
+    signature: Signature = {}
     for name, module in layer.named_modules():
-        found[name] = type(module).__name__
+        signature[name] = type(module).__name__
         dotted = name and f"{name}."
         for key, t in (*module._parameters.items(), *module._buffers.items()):
             if t is not None:
-                found[dotted + key] = f"{t.dtype} {list(t.shape)}"
+                signature[dotted + key] = f"{t.dtype} {list(t.shape)}"
                 if isinstance(t, nn.Parameter) and not t.requires_grad:
-                    found[dotted + key] += " without gradient"
+                    signature[dotted + key] += " without gradient"
         for key, value in vars(module).items():
             if isinstance(value, str):
-                found[dotted + key] = repr(value)
-    return found
+                signature[dotted + key] = repr(value)
+    return signature
 
 
 def one_call_for_all(layers: Sequence[nn.Module]) -> None:
     """Raise ValueError if layers are of different kinds, because models pass those different arguments: a
     loop calls the pipeline only once, with the arguments of the first layer."""
-    words = [{k: v for k, v in _signature(layer).items() if v[:1] in "'\""} for layer in layers]
-    for i, other in enumerate(words):
-        if other != words[0]:
-            name = next(k for k in {**words[0], **other} if words[0].get(k) != other.get(k))
+    kinds = [{k: v for k, v in _signature(layer).items() if v[:1] in "'\""} for layer in layers]
+    for i, other in enumerate(kinds):
+        if other != kinds[0]:
+            name = next(k for k in {**kinds[0], **other} if kinds[0].get(k) != other.get(k))
             raise ValueError(
-                f"layers 0 and {i} are of two kinds: {name} is {words[0].get(name)} and {other.get(name)}. A "
+                f"layers 0 and {i} are of two kinds: {name} is {kinds[0].get(name)} and {other.get(name)}. A "
                 "model passes such layers different arguments, a mask each for one, and a pipeline is called "
                 "once for all of them"
             )
@@ -81,24 +81,24 @@ def one_call_for_all(layers: Sequence[nn.Module]) -> None:
 def find_layers(model: nn.Module) -> tuple[nn.Module, str]:
     """The module that owns the only list of layers of ``model``, and the list's name in it. ValueError if
     there is no list, or more than one."""
-    found: dict[str, tuple[nn.Module, str]] = {}
+    lists: dict[str, tuple[nn.Module, str]] = {}
     for path, module in model.named_modules():
         for name, child in module.named_children():
-            whole = f"{path}.{name}" if path else name
-            inside = any(whole.startswith(f"{outer}.") for outer in found)
+            full_name = f"{path}.{name}" if path else name
+            inside = any(full_name.startswith(f"{outer}.") for outer in lists)
             if isinstance(child, nn.ModuleList) and len(child) and not inside:
-                found[whole] = module, name
-    if len(found) == 1:
-        return next(iter(found.values()))
+                lists[full_name] = module, name
+    if len(lists) == 1:
+        return next(iter(lists.values()))
     kind = type(model).__name__
-    if not found:
+    if not lists:
         raise ValueError(
             f"{kind} has no nn.ModuleList of layers to make a pipeline of: put its layers into one, over "
             "which forward loops"
         )
-    first = next(iter(found))
+    first = next(iter(lists))
     raise ValueError(
-        f"{kind} has several lists of layers, {', '.join(found)}, and a pipeline is made of one: an "
+        f"{kind} has several lists of layers, {', '.join(lists)}, and a pipeline is made of one: an "
         "encoder and its decoder would be two. Choose it yourself: "
         f"model.{first} = tpcore.PipelinedLayers(model.{first}, num_microbatches)"
     )

@@ -57,13 +57,13 @@ class PipelinedLayers(nn.Module):
         super().__init__()
         self.context = ctx = current()
         self.pp = ctx.comm("pp")
-        every = list(layers)
-        self.num_layers, self.num_microbatches = len(every), check_count(num_microbatches)
-        check_layers(every, self.pp.size)
+        all_layers = list(layers)
+        self.num_layers, self.num_microbatches = len(all_layers), check_count(num_microbatches)
+        check_layers(all_layers, self.pp.size)
         if self.pp.size > 1 or num_microbatches > 1:
-            one_call_for_all(every)
+            one_call_for_all(all_layers)
         self.recompute, self.shared, self.cut_programs = recompute, shared, cut_programs
-        for i, layer in enumerate(every):
+        for i, layer in enumerate(all_layers):
             if self._slot(i).coordinate(ctx.mesh) == ctx.coord("pp"):
                 self.add_module(str(i), layer)
         self.stage = StageLayers(self._modules, ctx.coord("pp"))
@@ -107,8 +107,8 @@ class PipelinedLayers(nn.Module):
         y = run(x, arguments)
         if self._instead is None and self.pp.size > 1 and y.requires_grad:
             # the stages' labels, of which the layers see no more than this
-            what = "the gradient of the output of PipelinedLayers"
-            y.register_hook(lambda gradient: self.compare({what: gradient}, "gradient"))
+            name = "the gradient of the output of PipelinedLayers"
+            y.register_hook(lambda gradient: self.compare({name: gradient}, "gradient"))
         return (y,) if self.stage.tuples else y
 
     def compare(self, tensors: Mapping[str, Tensor], kind: str) -> None:
@@ -138,32 +138,32 @@ class PipelinedLayers(nn.Module):
         first, last = self.pp.position == 0, self.pp.position == self.pp.size - 1
         # only stage 0 uses the input, so its gradient is summed over stages; all stages use the arguments
         feeds = list(ops.copy(x, self.pp).chunk(schedule.microbatches))
-        every = arguments.mapped(lambda t, name: ops.copy(t, self.pp) if t.requires_grad else t)
+        stage_arguments = arguments.mapped(lambda t, name: ops.copy(t, self.pp) if t.requires_grad else t)
         if self.cuts:  # in buffers of their own, a tick's program does not know which it reads
             feeds = [feed.clone() for feed in feeds]
             self.end_program()
         # real activations in the bubble too: a norm of zeros may be NaN
-        state, made = feeds[0], []
+        state, outputs = feeds[0], []
         for t in range(schedule.ticks):
             feed = feeds[schedule.entering(t)]
             index = (tick(t, x) - self.pp.position).clamp(0, schedule.microbatches - 1)
             call = self.stage.run(
-                partial(every.microbatch, index, schedule.microbatches, len(x), self.shared),
+                partial(stage_arguments.microbatch, index, schedule.microbatches, len(x), self.shared),
                 seed,
                 schedule.forward_of(t)[self.stage.place],
                 check=t == 0,
             )
-            y = self._tick(call, feed if self.pp.size == 1 else where(first, feed, state), every)
+            y = self._tick(call, feed if self.pp.size == 1 else where(first, feed, state), stage_arguments)
             if schedule.leaving(t) is not None:
-                made.append(y)
+                outputs.append(y)
             if t + 1 < schedule.ticks:
                 state = ops.shift(y, self.pp)
             if self.cuts:
                 self.end_program()
-        out = torch.cat(made)
+        out = torch.cat(outputs)
         return out if self.pp.size == 1 else ops.reduce(where(last, out, torch.zeros_like(out)), self.pp)
 
-    def _tick(self, call: Callable[[Tensor], Tensor], x: Tensor, every: LayerArguments) -> Tensor:
+    def _tick(self, call: Callable[[Tensor], Tensor], x: Tensor, arguments: LayerArguments) -> Tensor:
         """The output of ``call``, this stage on one microbatch, for ``x``."""
         if not torch.is_grad_enabled():
             return call(x)
@@ -172,7 +172,7 @@ class PipelinedLayers(nn.Module):
             x.register_hook(lambda gradient: self.end_program())
         if not self.recompute:
             return call(x)
-        used = [t for t in (*every.tensors(), *self.parameters()) if t.requires_grad]
+        used = [t for t in (*arguments.tensors(), *self.parameters()) if t.requires_grad]
         y: Tensor = Recomputed.apply(call, x, *used)
         return y
 
@@ -227,8 +227,8 @@ class PipelinedLayers(nn.Module):
 
     def _stamp(self, t: Tensor, number: str) -> None:
         """Mark a tensor of no parallel layer as whole and on this stage only."""
-        found = sharding(t)
-        if found is None or found.layout.slot is None:
+        mark = sharding(t)
+        if mark is None or mark.layout.slot is None:
             stamp(t, Sharding(Layout(tuple(t.shape), slot=self._slot(int(number))), self.context))
 
     def _apply(self, fn: Any, recurse: bool = True) -> PipelinedLayers:
@@ -241,14 +241,14 @@ class PipelinedLayers(nn.Module):
         self.mark_places()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        found = super().state_dict(*args, **kwargs)
+        state = super().state_dict(*args, **kwargs)
         prefix = kwargs.get("prefix", "")
-        for name, t in found.items() if self.pp.size > 1 else ():
+        for name, t in state.items() if self.pp.size > 1 else ():
             number = name.removeprefix(prefix).partition(".")[0]
             if name.startswith(prefix) and number in self._modules and isinstance(t, Tensor):
                 self._stamp(t, number)
-        return found
+        return state
 
     def extra_repr(self) -> str:
-        held = ", ".join(name for name, _ in self.named_children())
-        return f"{held} of {self.num_layers} layers, pp={self.pp.size}, num_microbatches={self.num_microbatches}"
+        numbers = ", ".join(name for name, _ in self.named_children())
+        return f"{numbers} of {self.num_layers} layers, pp={self.pp.size}, num_microbatches={self.num_microbatches}"

@@ -50,15 +50,15 @@ class _AtLayers(Exception):
 
 def loss_of(out: Any, model: str) -> Tensor:
     """The loss in what a model returned. ValueError if there is none of one element."""
-    found = getattr(out, "loss", None)
-    if found is None and isinstance(out, tuple | list) and out:
-        found = out[0]
-    found = out if isinstance(out, Tensor) else found
-    if not isinstance(found, Tensor) or found.numel() != 1:
+    loss = getattr(out, "loss", None)
+    if loss is None and isinstance(out, tuple | list) and out:
+        loss = out[0]
+    loss = out if isinstance(out, Tensor) else loss
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise ValueError(
             f"{model} returned no loss of one element, but a {type(out).__name__}: give it labels, or return the loss"
         )
-    return found.reshape(())
+    return loss.reshape(())
 
 
 class Lockstep:
@@ -199,8 +199,8 @@ class Lockstep:
     def _gradient_at(self, t: int, out: Tensor | None) -> Tensor:
         """The gradient of this stage's output: from the loss on the last stage, from the next stage on the
         others, and zero if there is no microbatch for backward."""
-        come = [g for g in (self._gradient, out) if g is not None]
-        grad = come[0] if len(come) == 1 else where(self._last, come[1], come[0])
+        gradients = [g for g in (self._gradient, out) if g is not None]
+        grad = gradients[0] if len(gradients) == 1 else where(self._last, gradients[1], gradients[0])
         if self._pp.size == 1:
             return grad
         m = tick(t - 2 * (self._pp.size - 1), grad) + self._pp.position
@@ -208,9 +208,9 @@ class Lockstep:
 
     def _forget(self, t: int) -> None:
         """Drop inputs and arguments that no stage needs at later ticks."""
-        kept = t + 1 - 2 * (self._pp.size - 1) if self._train else t
-        self.inputs = {at: x for at, x in self.inputs.items() if at >= kept}
-        self._arguments = {m: a for m, a in self._arguments.items() if m >= kept - self._pp.size}
+        oldest = t + 1 - 2 * (self._pp.size - 1) if self._train else t
+        self.inputs = {at: x for at, x in self.inputs.items() if at >= oldest}
+        self._arguments = {m: a for m, a in self._arguments.items() if m >= oldest - self._pp.size}
 
 
 class PipelineModel:
@@ -258,8 +258,8 @@ class PipelineModel:
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, train: bool) -> Tensor:
         layers, count = self.layers, self.num_microbatches
-        given = {f"argument {i}": value for i, value in enumerate(args)} | kwargs
-        layers.compare({name: t for name, t in given.items() if isinstance(t, Tensor)}, "batch")
+        arguments = {f"argument {i}": value for i, value in enumerate(args)} | kwargs
+        layers.compare({name: t for name, t in arguments.items() if isinstance(t, Tensor)}, "batch")
         batches = microbatches(args, kwargs, count, self.shared, copied=layers.cuts)
         end_tick = layers.end_program if layers.cuts else lambda: None
         end_tick()  # ends the only program that depends on the number of microbatches
@@ -270,11 +270,11 @@ class PipelineModel:
 
 def pipelined_layers(model: nn.Module, num_microbatches: int) -> PipelinedLayers:
     """The PipelinedLayers of ``model``. If it has none, they replace its only list of layers."""
-    found = [m for m in model.modules() if isinstance(m, PipelinedLayers)]
-    if len(found) > 1:
-        raise ValueError(f"{type(model).__name__} has {len(found)} PipelinedLayers; one engine runs one")
-    if not found:
+    pipelined = [m for m in model.modules() if isinstance(m, PipelinedLayers)]
+    if len(pipelined) > 1:
+        raise ValueError(f"{type(model).__name__} has {len(pipelined)} PipelinedLayers; one engine runs one")
+    if not pipelined:
         owner, name = find_layers(model)
-        found = [PipelinedLayers(owner.get_submodule(name).children(), num_microbatches)]
-        setattr(owner, name, found[0])
-    return found[0]
+        pipelined = [PipelinedLayers(owner.get_submodule(name).children(), num_microbatches)]
+        setattr(owner, name, pipelined[0])
+    return pipelined[0]

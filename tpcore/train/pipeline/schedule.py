@@ -93,11 +93,11 @@ class Recomputed(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         again = torch.is_grad_enabled()  # this backward is itself differentiated
         x = x if again else x.detach().requires_grad_(ctx.needs_input_grad[1])
-        wanted = [t for t, needs in zip((x, *ctx.others), ctx.needs_input_grad[1:], strict=True) if needs]
+        inputs = [t for t, needs in zip((x, *ctx.others), ctx.needs_input_grad[1:], strict=True) if needs]
         with use(ctx.context), torch.enable_grad(), ctx.autocast():
             y = ctx.run(x)
-        found = iter(torch.autograd.grad(y, wanted, grad, allow_unused=True, create_graph=again))
-        return None, *(next(found) if needs else None for needs in ctx.needs_input_grad[1:])
+        grads = iter(torch.autograd.grad(y, inputs, grad, allow_unused=True, create_graph=again))
+        return None, *(next(grads) if needs else None for needs in ctx.needs_input_grad[1:])
 
 
 def tick(number: int, like: Tensor) -> Tensor:

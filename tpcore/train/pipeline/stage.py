@@ -35,15 +35,15 @@ class LayerArguments:
         return LayerArguments(self.names, positional, {n: _mapped(v, fn, n) for n, v in self.named.items()})
 
     def tensors(self) -> list[Tensor]:
-        found: list[Tensor] = []
-        self.mapped(lambda t, name: found.append(t))
-        return found
+        tensors: list[Tensor] = []
+        self.mapped(lambda t, name: tensors.append(t))
+        return tensors
 
     def requiring_grad(self) -> list[str]:
         """Names of the arguments with tensors that require a gradient."""
-        found: dict[str, None] = {}
-        self.mapped(lambda t, name: found.setdefault(name) if t.requires_grad else None)
-        return list(found)
+        names: dict[str, None] = {}
+        self.mapped(lambda t, name: names.setdefault(name) if t.requires_grad else None)
+        return list(names)
 
     def microbatch(self, index: Tensor, count: int, batch: int, shared: Collection[str] | None) -> LayerArguments:
         """The arguments of microbatch ``index`` of ``count``: its part of tensors whose dim 0 is the batch.
@@ -52,8 +52,8 @@ class LayerArguments:
         def part(t: Tensor, name: str) -> Tensor:
             if count == 1 or not t.ndim or t.shape[0] != batch or name in (shared or ()):
                 return t
-            every: Tensor = t.unflatten(0, (count, -1))
-            return every.index_select(0, index).squeeze(0)
+            chunks: Tensor = t.unflatten(0, (count, -1))
+            return chunks.index_select(0, index).squeeze(0)
 
         return self.mapped(part)
 
@@ -72,20 +72,20 @@ def check_told_apart(arguments: LayerArguments, x: Tensor) -> None:
     arguments.mapped(check)
 
 
-def chosen(every: Sequence[LayerArguments], pp: Comm, place: int) -> LayerArguments:
-    """This stage's arguments out of those of ``every`` stage, selected by data. Where their forms differ, as
+def chosen(by_stage: Sequence[LayerArguments], pp: Comm, place: int) -> LayerArguments:
+    """This stage's arguments out of those of every stage, selected by data. Where their forms differ, as
     transformers leaves out a mask that masks nothing, data cannot: an eager backend takes the arguments at ``place``;
     a lazy one would need several programs: ValueError."""
-    first = every[0]
-    plain = [a.mapped(lambda t, name: ...) for a in every]
+    first = by_stage[0]
+    plain = [a.mapped(lambda t, name: ...) for a in by_stage]
     if any(other != plain[0] for other in plain):
         if pp.eager:
-            return every[place]
+            return by_stage[place]
         raise ValueError(
             "the model calls its layers with other arguments from microbatch to microbatch, beside tensors: "
             f"{next(other for other in plain if other != plain[0])} and {plain[0]}; all stages run one program"
         )
-    columns = iter(list(zip(*(a.tensors() for a in every), strict=True)))
+    columns = iter(list(zip(*(a.tensors() for a in by_stage), strict=True)))
 
     def choose(t: Tensor, name: str) -> Tensor:
         column = next(columns)
@@ -147,7 +147,7 @@ def microbatches(
     return [whole.mapped(lambda t, name, i=i: part(t, name, i)) for i in range(count)]  # type: ignore[misc]
 
 
-Kept = dict[str, tuple[Tensor, int]]
+Versioned = dict[str, tuple[Tensor, int]]
 
 
 class StageLayers:
@@ -173,7 +173,7 @@ class StageLayers:
         it raises ValueError on all ranks for layers that a pipeline cannot run."""
 
         def call(x: Tensor) -> Tensor:
-            before = self._kept() if check else {}
+            before = self._versioned() if check else {}
             with nullcontext() if seed is None else random.seeded(random.mixed(seed, microbatch, self.place + 1)):
                 y = self(x, arguments())
             if check:
@@ -182,8 +182,8 @@ class StageLayers:
 
         return call
 
-    def _check(self, x: Tensor, y: Tensor, before: Kept) -> None:
-        for name, (t, version) in self._kept().items():
+    def _check(self, x: Tensor, y: Tensor, before: Versioned) -> None:
+        for name, (t, version) in self._versioned().items():
             if name not in before or before[name][0] is not t or before[name][1] != version:
                 raise ValueError(
                     f"the layers change {name!r} as they run: in a pipeline they also run on what is no microbatch, "
@@ -195,17 +195,17 @@ class StageLayers:
                 "stage to stage has one shape and dtype"
             )
 
-    def _kept(self) -> Kept:
+    def _versioned(self) -> Versioned:
         """Buffers and one-element tensors among the layers' attributes, each with its version. Larger
         attributes are left out: they may be caches, of a mask say, that are equal for each microbatch."""
-        found: Kept = {}
+        versions: Versioned = {}
         for number, layer in self._named():
-            found |= {name: (buffer, buffer._version) for name, buffer in layer.named_buffers(number)}
+            versions |= {name: (buffer, buffer._version) for name, buffer in layer.named_buffers(number)}
             for path, module in layer.named_modules(prefix=number):
                 for key, t in vars(module).items():
                     if isinstance(t, Tensor) and t.numel() == 1:
-                        found[f"{path}.{key}"] = t, t._version
-        return found
+                        versions[f"{path}.{key}"] = t, t._version
+        return versions
 
     def _named(self) -> list[tuple[str, nn.Module]]:
         return [(number, layer) for number, layer in self._layers.items() if layer is not None]

@@ -53,12 +53,12 @@ class ParameterChunk:
     def cut(self, full: Tensor) -> Tensor:
         """This rank's entries of a tensor of the parameter's shape, in memory of their own."""
         # on the host by its index: a lazy device would compile a program for each shape
-        at = (
+        index = (
             self.dp.position
             if full.device == self.dp.position.device
             else torch.tensor([current().index(self.dp)], device=full.device)
         )
-        return self.rows(full).index_select(0, at).view(-1)
+        return self.rows(full).index_select(0, index).view(-1)
 
     def read(self, run: ReadRun, dtype: torch.dtype) -> Tensor:
         """The same of a tensor in a file, in host memory. Only these entries are read."""
@@ -74,11 +74,11 @@ class ParameterChunk:
     def fill(self) -> None:
         """Set ``value`` from the parameter, which a checkpoint may have changed since the last step. A master value
         stays if it still rounds to the parameter's value."""
-        now = self.cut(self.parameter.detach())
+        values = self.cut(self.parameter.detach())
         if self.has_master:
-            master, now_wide = self.value.detach(), now.to(self.value.dtype)
-            now = torch.where(now == master.to(now.dtype), master, now_wide) if self._filled else now_wide
-        self.value.data = now
+            master, wide = self.value.detach(), values.to(self.value.dtype)
+            values = torch.where(values == master.to(values.dtype), master, wide) if self._filled else wide
+        self.value.data = values
         self._filled = self.has_master
 
     def take_master(self, values: Tensor | None) -> None:
@@ -201,8 +201,8 @@ class Accumulation:
 
 
 def _add(sums: weakref.ref[Accumulation], p: Tensor) -> None:
-    if (found := sums()) is not None:
-        found.add(p)
+    if (accumulation := sums()) is not None:
+        accumulation.add(p)
 
 
 Segments = list[ChunkSegment]
@@ -232,12 +232,12 @@ class Reduction:
         last_first = [chunk for chunk in reversed(chunks) if chunk.dp.size > 1]
         return [
             Bucket(
-                [*dict.fromkeys(s.chunk.parameter for s in some)],
+                [*dict.fromkeys(s.chunk.parameter for s in segments)],
                 self._gradients.of,
-                partial(self._begin, some),
-                partial(self._put, some),
+                partial(self._begin, segments),
+                partial(self._put, segments),
             )
-            for some in in_buckets(last_first, self._gradients.dtype_of, self._most)
+            for segments in in_buckets(last_first, self._gradients.dtype_of, self._most)
         ]
 
     def run(self, chunks: Sequence[ParameterChunk], under_way: Sequence[Bucket]) -> list[ParameterChunk]:
@@ -255,16 +255,16 @@ class Reduction:
             bucket.finish(again)
         done = {p for bucket in under_way for p in bucket.parameters}
         late = [chunk for chunk in reversed(stepped) if chunk.parameter not in done]
-        for some in in_buckets(late, self._gradients.dtype_of, self._most):
-            self._put(some, self._begin(some)())
+        for segments in in_buckets(late, self._gradients.dtype_of, self._most):
+            self._put(segments, self._begin(segments)())
         return stepped
 
-    def _begin(self, some: Segments) -> Pending:
-        rows = [s.chunk.rows(self._gradient(s.chunk.parameter)).narrow(1, s.start, s.length) for s in some]
-        return some[0].chunk.dp.start_reduce_scatter(torch.cat(rows, 1).div_(self._dp.size), 0, donate=True)
+    def _begin(self, segments: Segments) -> Pending:
+        rows = [s.chunk.rows(self._gradient(s.chunk.parameter)).narrow(1, s.start, s.length) for s in segments]
+        return segments[0].chunk.dp.start_reduce_scatter(torch.cat(rows, 1).div_(self._dp.size), 0, donate=True)
 
-    def _put(self, some: Segments, rows: Tensor) -> None:
-        for segment, part in zip(some, rows.view(-1).split([s.length for s in some]), strict=True):
+    def _put(self, segments: Segments, rows: Tensor) -> None:
+        for segment, part in zip(segments, rows.view(-1).split([s.length for s in segments]), strict=True):
             if segment.chunk in self._stepped:  # a bucket under way has zeros for the others
                 segment.chunk.take_gradient(segment.start, part)
             if segment.start + segment.length == segment.chunk.length:  # the last one
@@ -272,5 +272,5 @@ class Reduction:
 
     def _gradient(self, p: Tensor) -> Tensor:
         """The gradient of ``p``; zeros if only another dp rank has one."""
-        found = self._gradients.of(p)
-        return torch.zeros_like(p, dtype=self._gradients.dtype_of(p)) if found is None else found
+        gradient = self._gradients.of(p)
+        return torch.zeros_like(p, dtype=self._gradients.dtype_of(p)) if gradient is None else gradient

@@ -92,18 +92,18 @@ def check_steps_parts(optimizer: torch.optim.Optimizer, parameters: Iterable[Ten
 
 
 def _known(cls: type) -> str | None:
-    known = {name.lower(): why for name, why in MIXING.items()}
-    return next((known[c.__name__.lower()] for c in cls.__mro__ if c.__name__.lower() in known), None)
+    reasons = {name.lower(): why for name, why in MIXING.items()}
+    return next((reasons[c.__name__.lower()] for c in cls.__mro__ if c.__name__.lower() in reasons), None)
 
 
 def _trial(cls: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> Trial:
-    like = {key: value for key, value in options.items() if key not in _WAYS}
-    if like.get("lr") is not None:
-        like["lr"] = 0.1  # a schedule may begin with 0, and a tensor may be on a device
+    trial_options = {key: value for key, value in options.items() if key not in _WAYS}
+    if trial_options.get("lr") is not None:
+        trial_options["lr"] = 0.1  # a schedule may begin with 0, and a tensor may be on a device
     values = torch.linspace(-1, 2, 12, dtype=torch.float64, device="cpu").view(3, 4)
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.enable_grad():
-        whole, states = _stepped(cls, like, [values])
-        single, _ = _stepped(cls, like, [*values.view(12, 1)])
+        whole, states = _stepped(cls, trial_options, [values])
+        single, _ = _stepped(cls, trial_options, [*values.view(12, 1)])
     why = _known(cls)
     # 1e-9 in float64: kernels may round the last bits of a short tensor differently
     if why is None and not torch.allclose(whole[0].view(12, 1), torch.stack(single), rtol=1e-9, atol=1e-9):

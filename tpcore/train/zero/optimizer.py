@@ -72,10 +72,10 @@ class Zero1(torch.optim.Optimizer):
         # the chunks with a gradient, between the mean and the step
         self._stepped: list[ParameterChunk] | None = None
         # on the CPU, whatever the default device: only its defaults are used
-        like = optimizer_class([nn.Parameter(torch.zeros(1, device="cpu"))], **options)
-        super().__init__(params, like.defaults)
-        known = current().steppers
-        known[:] = [other for other in known if other() is not None] + [ref(self)]
+        prototype = optimizer_class([nn.Parameter(torch.zeros(1, device="cpu"))], **options)
+        super().__init__(params, prototype.defaults)
+        steppers = current().steppers
+        steppers[:] = [other for other in steppers if other() is not None] + [ref(self)]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         params, names = named_of(param_group)
@@ -107,10 +107,10 @@ class Zero1(torch.optim.Optimizer):
 
     def _add(self, group: dict[str, Any]) -> dict[str, Any]:
         """The group of the base optimizer for ``group``, over new chunks."""
-        made = [ParameterChunk(p, data_comm(p), self._master_dtype) for p in group["params"]]
-        self._new += made
-        self._chunks |= {chunk.parameter: chunk for chunk in made}
-        return {**group, "params": [chunk.value for chunk in made]}
+        chunks = [ParameterChunk(p, data_comm(p), self._master_dtype) for p in group["params"]]
+        self._new += chunks
+        self._chunks |= {chunk.parameter: chunk for chunk in chunks}
+        return {**group, "params": [chunk.value for chunk in chunks]}
 
     def _changed(self) -> bool:
         """Whether parameters were cut, moved or converted since the base was made. ValueError if there is
@@ -214,9 +214,9 @@ class Zero1(torch.optim.Optimizer):
         base.step()
         _copy_options(base.param_groups, self.param_groups)
         for bucket in in_buckets(self._stepped or (), lambda p: p.dtype, self._bucket):
-            mine = torch.cat([segment.of_value() for segment in bucket])
-            rows = bucket[0].chunk.dp.all_gather(mine.unsqueeze(0), 0)
-            for segment, part in zip(bucket, rows.split([s.length for s in bucket], 1), strict=True):
+            local = torch.cat([segment.of_value() for segment in bucket])
+            gathered = bucket[0].chunk.dp.all_gather(local.unsqueeze(0), 0)
+            for segment, part in zip(bucket, gathered.split([s.length for s in bucket], 1), strict=True):
                 segment.chunk.put(segment.start, part)
         self.skip()
         self._show_state(base)
@@ -243,8 +243,8 @@ class Zero1(torch.optim.Optimizer):
 
     def _in_step(self) -> bool:
         """Whether this rank has gradients that no step has used."""
-        mine = (p for p in self._parameters if p.requires_grad and p.numel())
-        return self.reduced or any(self._gradients.of(p) is not None for p in mine)
+        trained = (p for p in self._parameters if p.requires_grad and p.numel())
+        return self.reduced or any(self._gradients.of(p) is not None for p in trained)
 
     def outline(self) -> Outline:
         """The ``state_dict`` without the tensors that are cut over dp, which can be gathered one by one."""
@@ -287,5 +287,5 @@ class Zero1(torch.optim.Optimizer):
 
 
 def _copy_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
-    for mine, theirs in zip(source, target, strict=True):
-        theirs.update({k: v for k, v in mine.items() if k not in ("params", "param_names")})
+    for group, target_group in zip(source, target, strict=True):
+        target_group.update({k: v for k, v in group.items() if k not in ("params", "param_names")})

@@ -45,8 +45,8 @@ class Outline:
             for key, value in values.items():
                 if id(value) in self.gather:
                     values[key] = self.gather[id(value)]()
-                    if (found := sharding(value)) is not None:
-                        stamp(values[key], found)
+                    if (mark := sharding(value)) is not None:
+                        stamp(values[key], mark)
         return self.state
 
 
@@ -57,11 +57,11 @@ def outline_of(
     gather: dict[int, Callable[[], Tensor]] = {}
     states: dict[Any, Any] = {}
 
-    def later(p: Tensor, dtype: torch.dtype, how: Callable[[], Tensor]) -> Tensor:
+    def later(p: Tensor, dtype: torch.dtype, gather_values: Callable[[], Tensor]) -> Tensor:
         leaf = torch.empty(p.shape, dtype=dtype, device="meta")
-        if (found := sharding(p)) is not None:
-            stamp(leaf, found)
-        gather[id(leaf)] = how
+        if (mark := sharding(p)) is not None:
+            stamp(leaf, mark)
+        gather[id(leaf)] = gather_values
         return leaf
 
     for index in sorted(packed["state"]):
@@ -97,8 +97,8 @@ def entries_of(
         p, states[number] = by_number[number], {}
         for key, value in values.items():
             run = runs.get(id(value))
-            like = isinstance(value, Tensor) and value.ndim > 0 and value.shape == p.shape
-            if isinstance(value, Tensor) and (key in keys or key == MASTER or like):
+            entrywise = isinstance(value, Tensor) and value.ndim > 0 and value.shape == p.shape
+            if isinstance(value, Tensor) and (key in keys or key == MASTER or entrywise):
                 check_shape(value, p, f"state[{number}].{key}")
                 part = chunks[p].cut(value) if run is None else chunks[p].read(run, value.dtype)
                 if key == MASTER:
@@ -147,32 +147,32 @@ def renumbered(saved: Saved, groups: Sequence[dict[str, Any]], known: Mapping[st
     if not all(len(g.get("param_names") or ()) == len(g["params"]) for g in saved_groups):
         return saved
     place = {id(p): (i, j) for i, group in enumerate(groups) for j, p in enumerate(group["params"])}
-    here = {name: place[id(p)] for name, p in known.items() if id(p) in place}
+    named_places = {name: place[id(p)] for name, p in known.items() if id(p) in place}
     for i, group in enumerate(groups):
-        here |= {name: (i, j) for j, name in enumerate(group.get("param_names") or ())}
-    if {*here.values()} != {*place.values()}:  # some have no name
+        named_places |= {name: (i, j) for j, name in enumerate(group.get("param_names") or ())}
+    if {*named_places.values()} != {*place.values()}:  # some have no name
         return saved
-    prefix, more = _prefix([n for g in saved_groups for n in g["param_names"]], here)
+    prefix, more = _prefix([n for g in saved_groups for n in g["param_names"]], named_places)
     ordered = []
     for i, group in enumerate(saved_groups):
-        at = [here.get(more + name.removeprefix(prefix)) for name in group["param_names"]]
-        wanted = [(i, j) for j in range(len(groups[i]["params"]))] if i < len(groups) else []
-        if sorted(at, key=repr) != sorted(wanted, key=repr):
-            names = [name for name, there in zip(group["param_names"], at, strict=True) if there not in wanted]
-            mine = [name for name, there in here.items() if there in wanted and there not in at]
+        places = [named_places.get(more + name.removeprefix(prefix)) for name in group["param_names"]]
+        expected = [(i, j) for j in range(len(groups[i]["params"]))] if i < len(groups) else []
+        if sorted(places, key=repr) != sorted(expected, key=repr):
+            names = [name for name, there in zip(group["param_names"], places, strict=True) if there not in expected]
+            unmatched = [name for name, there in named_places.items() if there in expected and there not in places]
             raise ValueError(
                 f"the saved optimizer has, in group {i}, parameters {names[:5]} that this optimizer's group "
-                f"lacks, which has {mine[:5]} instead: make it from the same named_parameters() in the same "
+                f"lacks, which has {unmatched[:5]} instead: make it from the same named_parameters() in the same "
                 "groups as the one that was saved"
             )
-        turn = sorted(range(len(at)), key=lambda k: at[k] or ())
-        ordered.append({**group, **{key: [group[key][k] for k in turn] for key in ("params", "param_names")}})
+        order = sorted(range(len(places)), key=lambda k: places[k] or ())
+        ordered.append({**group, **{key: [group[key][k] for k in order] for key in ("params", "param_names")}})
     return {**saved, "param_groups": ordered}
 
 
-def _prefix(saved: Sequence[str], here: Mapping[str, Any]) -> tuple[str, str]:
-    """The prefix to take from ``saved`` names, and the one to put before them, to get those of ``here``."""
-    for name in here if saved and saved[0] not in here else ():
+def _prefix(saved: Sequence[str], names: Mapping[str, Any]) -> tuple[str, str]:
+    """The prefix to take from ``saved`` names, and the one to put before them, to get those of ``names``."""
+    for name in names if saved and saved[0] not in names else ():
         if saved[0].endswith(f".{name}"):
             return saved[0][: -len(name)], ""
         if name.endswith(f".{saved[0]}"):

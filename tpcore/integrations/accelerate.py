@@ -94,10 +94,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self._check()
 
     @classmethod
-    def of(cls, made: accelerate.Accelerator) -> Accelerator:
+    def of(cls, accelerator: accelerate.Accelerator) -> Accelerator:
         """An accelerator of accelerate's own class, configured by another program, on the mesh."""
         adopted = cls.__new__(cls)
-        adopted.__dict__ = made.__dict__
+        adopted.__dict__ = accelerator.__dict__
         adopted._check()
         return adopted
 
@@ -158,9 +158,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def prepare_scheduler(self, scheduler: Any) -> Any:
         if isinstance(scheduler, MeshScheduler):
             return scheduler
-        of = [o for o in self._optimizers if getattr(scheduler, "optimizer", None) in (o, o.optimizer)]
+        optimizers = [o for o in self._optimizers if getattr(scheduler, "optimizer", None) in (o, o.optimizer)]
         with_optimizer = self.step_scheduler_with_optimizer
-        self._schedulers.append(MeshScheduler(scheduler, of or self._optimizers, with_optimizer, self.split_batches))
+        self._schedulers.append(
+            MeshScheduler(scheduler, optimizers or self._optimizers, with_optimizer, self.split_batches)
+        )
         return self._schedulers[-1]
 
     # -- gradients ----------------------------------------------------------------------------------------
@@ -194,10 +196,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Tensors of all dp ranks, concatenated along dim 0; what has no dims becomes one entry."""
         dp = current().batch
 
-        def one(t: Tensor) -> Tensor:
+        def gather_tensor(t: Tensor) -> Tensor:
             return dp.all_gather((t if t.ndim else t[None]).contiguous(), 0)
 
-        return recursively_apply(one, tensor, error_on_other_type=True)
+        return recursively_apply(gather_tensor, tensor, error_on_other_type=True)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         objects = use_gather_object or not _tensors_only(input_data)
@@ -214,13 +216,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             raise ValueError(f"reduction must be 'sum', 'mean' or 'none', not {reduction!r}")
         dp = current().batch
 
-        def one(t: Tensor) -> Tensor:
+        def reduce_tensor(t: Tensor) -> Tensor:
             if reduction == "none":
                 return t
             total = dp.all_reduce(t.reshape(-1)).view(t.shape)
             return (total / dp.size if reduction == "mean" else total) * scale
 
-        return recursively_apply(one, tensor, error_on_other_type=True)
+        return recursively_apply(reduce_tensor, tensor, error_on_other_type=True)
 
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Any:
         if self.num_processes != current().mesh.size:
@@ -262,8 +264,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         for i, optimizer in enumerate(self._optimizers):
             optimizer.optimizer.load_state_dict(fitted(optimizer.optimizer, rest[f"optimizer_{i}"]))
         for kind, objects in (("scheduler", self._schedulers), ("other", self._custom_objects)):
-            for i, each in enumerate(objects):
-                each.load_state_dict(rest[f"{kind}_{i}"])
+            for i, stateful in enumerate(objects):
+                stateful.load_state_dict(rest[f"{kind}_{i}"])
 
     def save_model(
         self, model: nn.Module, save_directory: Any, max_shard_size: int | str = "10GB", safe_serialization: bool = True

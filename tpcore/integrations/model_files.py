@@ -34,8 +34,8 @@ _SAVES = "save_pretrained"
 
 def is_cut(model: nn.Module) -> bool:
     """Whether ``parallelize`` has cut ``model``, or it has layers of which ranks hold different parts."""
-    found = (sharding(p) for p in model.parameters())
-    return is_guarded(model) or any(mark is not None and mark.axes for mark in found)
+    marks = (sharding(p) for p in model.parameters())
+    return is_guarded(model) or any(mark is not None and mark.axes for mark in marks)
 
 
 @contextmanager
@@ -117,7 +117,7 @@ def load_state(where: str, optimizer: Any, scheduler: Any) -> None:
 
 def of_other_ranks(where: str) -> bool:
     """Whether the random numbers' state at ``where`` is that of another number of ranks."""
-    found = {name for name in os.listdir(where) if name.startswith("rng_state")}
+    files = {name for name in os.listdir(where) if name.startswith("rng_state")}
     size = current().mesh.size
-    own = {f"rng_state_{i}.pth" for i in range(size)} if size > 1 else {"rng_state.pth"}
-    return bool(found) and found != own
+    expected = {f"rng_state_{i}.pth" for i in range(size)} if size > 1 else {"rng_state.pth"}
+    return bool(files) and files != expected

@@ -114,10 +114,10 @@ class Trainer(transformers.Trainer):
     # -- the optimizer --------------------------------------------------------------------------------------
     def create_optimizer(self, model: Any = None) -> Any:
         """The one that the arguments name; by the names of its parameters any mesh loads its state."""
-        given = self.optimizer is not None
+        supplied = self.optimizer is not None
         optimizer = super().create_optimizer(model)
         name_parameters(optimizer, self.model)
-        if self._zero1 is not False and not given:
+        if self._zero1 is not False and not supplied:
             self.optimizer = over_dp(optimizer, **(self._zero1 or {}))
         return self.optimizer
 
@@ -174,10 +174,10 @@ def over_dp(optimizer: Any, **options: Any) -> Zero1:
     kind = type(optimizer)
     if optimizer.state:
         raise ValueError(f"this {kind.__name__} has stepped already: ZeRO-1 begins before the first step")
-    known = inspect.signature(kind).parameters
+    parameters = inspect.signature(kind).parameters
 
-    def own(values: Mapping[str, Any]) -> dict[str, Any]:
-        return {key: value for key, value in values.items() if key in known and key != "params"}
+    def arguments(values: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in values.items() if key in parameters and key != "params"}
 
     groups = []
     for group in optimizer.param_groups:
@@ -185,14 +185,14 @@ def over_dp(optimizer: Any, **options: Any) -> Zero1:
         params = group["params"] if names is None else list(zip(names, group["params"], strict=True))
         # torch takes a group without parameters for one without names
         named: dict[str, Any] = {} if names is None or params else {"param_names": []}
-        groups.append({**own(group), "params": params, **named})
-    made = Zero1(kind, groups, **options, **own(optimizer.defaults))
-    for mine, group in zip(made.param_groups, optimizer.param_groups, strict=True):
-        mine.update({key: value for key, value in group.items() if key not in ("params", "param_names")})
+        groups.append({**arguments(group), "params": params, **named})
+    zero1 = Zero1(kind, groups, **options, **arguments(optimizer.defaults))
+    for zero1_group, group in zip(zero1.param_groups, optimizer.param_groups, strict=True):
+        zero1_group.update({key: value for key, value in group.items() if key not in ("params", "param_names")})
     # a scheduler that was made for `optimizer` goes on by these groups, and asks whether that has stepped
-    optimizer.param_groups = made.param_groups
+    optimizer.param_groups = zero1.param_groups
     optimizer._opt_called = True
-    return made
+    return zero1
 
 
 # -- what would be wrong on a mesh ------------------------------------------------------------------------
@@ -210,9 +210,9 @@ def check_arguments(args: Any) -> None:
     """ValueError for training arguments that take each process for a data-parallel rank."""
     mesh = current().mesh
     for name in _OTHERS if mesh.size > 1 else ():
-        if asked := getattr(args, name, None):
+        if option := getattr(args, name, None):
             raise ValueError(
-                f"TrainingArguments({name}={asked!r}) on the mesh {dict(mesh.axes)}: two libraries would cut "
+                f"TrainingArguments({name}={option!r}) on the mesh {dict(mesh.axes)}: two libraries would cut "
                 "one model; drop it, and ask for zero1=True to cut the optimizer's state"
             )
     if mesh.size == current().batch.size:
@@ -247,21 +247,21 @@ def choose_mesh(model: Any, args: Any, options: Mapping[str, Any]) -> Choice:
             "tpcore.init() without degrees, and leave tpcore.parallelize out"
         )
     world = ctx.world.size
-    wanted: dict[str, Any] = {"machine": _MACHINES.get(ctx.device.type, "cpu"), "dtype": model.dtype}
-    wanted["per_host"] = min(settings.LOCAL_WORLD_SIZE.get() or world, world)
-    wanted["seq_len"] = min(_TOKENS, getattr(model.config.get_text_config(), "max_position_embeddings", _TOKENS))
-    wanted["batch"] = args.per_device_train_batch_size * args.gradient_accumulation_steps * world
+    defaults: dict[str, Any] = {"machine": _MACHINES.get(ctx.device.type, "cpu"), "dtype": model.dtype}
+    defaults["per_host"] = min(settings.LOCAL_WORLD_SIZE.get() or world, world)
+    defaults["seq_len"] = min(_TOKENS, getattr(model.config.get_text_config(), "max_position_embeddings", _TOKENS))
+    defaults["batch"] = args.per_device_train_batch_size * args.gradient_accumulation_steps * world
     with tempfile.TemporaryDirectory() as folder:
         config = type(model.config)(**{**model.config.to_dict(), "architectures": [type(model).__name__]})
         config.save_pretrained(folder)
-        found: MeshPlan = plan(folder, devices=world, **{**wanted, **options})
+        mesh_plan: MeshPlan = plan(folder, devices=world, **{**defaults, **options})
     agree(
-        gather(str(found.rows[0].choice) if found.rows else "no mesh", ctx.world),
+        gather(str(mesh_plan.rows[0].choice) if mesh_plan.rows else "no mesh", ctx.world),
         lambda rank, first, other: ValueError(
             f"rank 0 would take {first} and rank {rank} {other}: give all hosts one machine's file"
         ),
     )
-    choice = found.best.choice
+    choice = mesh_plan.best.choice
     ways, staged = choice.ways, choice.pp > 1
     remesh(tp=ways.tp, pp=choice.pp, ep=ways.ep, cp=ways.cp)
     parallelize(model, num_microbatches=choice.microbatches if staged else None, **ways.options())
@@ -269,6 +269,6 @@ def choose_mesh(model: Any, args: Any, options: Mapping[str, Any]) -> Choice:
     args.gradient_accumulation_steps = 1 if staged else choice.microbatches
     args.gradient_checkpointing = choice.recompute and not staged
     if ctx.rank == 0:
-        step, size = f"{found.best.step:.3g} s a step", f"{found.best.nbytes / 1e9:.3g} GB a device"
+        step, size = f"{mesh_plan.best.step:.3g} s a step", f"{mesh_plan.best.nbytes / 1e9:.3g} GB a device"
         inform(f"mesh {choice}: {step} and {size} predicted")
     return choice

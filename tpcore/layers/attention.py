@@ -48,18 +48,18 @@ def share_input(
     # a hook without state: activation checkpointing, deepcopy, torch.export and a second call before backward work
     kinds = {(c.tp, c.sequence_dim, c.reduce_dtype) for c in columns}
     if len(kinds) != 1 or any(c.input_is_copied for c in columns):
-        said = [
+        descriptions = [
             f"{c.tp.group.axes}, sequence_dim={c.sequence_dim}, {c.reduce_dtype}, input_is_copied={c.input_is_copied}"
             for c in columns
         ]
         raise ValueError(
             f"share_input: the columns of a {type(owner).__name__} need one group, sequence dim and "
-            f"reduce_dtype, and inputs that are no copies yet: {said}"
+            f"reduce_dtype, and inputs that are no copies yet: {descriptions}"
         )
     names = list(inspect.signature(owner.forward).parameters)
     if argument not in names:
         raise ValueError(f"{type(owner).__name__}.forward has no argument {argument!r} but {names}")
-    hook = partial(_copied, copy or partial(enter, how=kinds.pop()), argument, names.index(argument))
+    hook = partial(_copied, copy or partial(enter, spec=kinds.pop()), argument, names.index(argument))
     owner.register_forward_pre_hook(hook, with_kwargs=True)
     for column in columns:
         column.input_is_copied, column.sequence_dim = True, None
@@ -103,7 +103,7 @@ class ParallelQKV(nn.Module):
         self.head_dim = _head_dim(hidden_size, num_heads) if head_dim is None else head_dim
         _check_heads(num_heads, num_kv_heads, comm.size)
         self.local_heads, self.local_kv_heads = num_heads // comm.size, max(1, num_kv_heads // comm.size)
-        self.copy = partial(enter, how=(comm, sequence_dim, reduce_dtype))
+        self.copy = partial(enter, spec=(comm, sequence_dim, reduce_dtype))
         column = partial(ColumnParallelLinear, init_method=init_method, reduce_dtype=reduce_dtype, group=comm)
         kv = Block(num_kv_heads * self.head_dim, self.head_dim, replicate=True)
         blocks = (Block(num_heads * self.head_dim, self.head_dim), kv, kv)

@@ -76,13 +76,13 @@ class _InRuns(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         saved = [t.detach().requires_grad_() for t in ctx.saved_tensors]
-        found = [torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in saved]
+        gradients = [torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in saved]
         for rows in ctx.runs:
             with torch.enable_grad(), ctx.autocast():
                 out = ctx.attend(*saved, rows)
-            for total, more in zip(found, torch.autograd.grad(out, saved, grad[:, :, rows]), strict=True):
+            for total, more in zip(gradients, torch.autograd.grad(out, saved, grad[:, :, rows]), strict=True):
                 total.add_(more)
-        return *(total.to(t.dtype) for total, t in zip(found, saved, strict=True)), None
+        return *(total.to(t.dtype) for total, t in zip(gradients, saved, strict=True)), None
 
 
 def _attended(
@@ -94,8 +94,8 @@ def _attended(
     attend = _Masked(visible, queries, keys, scoring)
     if attend.rows(q) == q.shape[2]:
         return attend(q, k, v, slice(None))
-    made: Tensor = _InRuns.apply(q, k, v, attend)
-    return made
+    output: Tensor = _InRuns.apply(q, k, v, attend)
+    return output
 
 
 def gathered(q: Tensor, k: Tensor, v: Tensor, visible: Visible, order: TokenOrder, scoring: Scoring) -> Tensor:
@@ -103,8 +103,8 @@ def gathered(q: Tensor, k: Tensor, v: Tensor, visible: Visible, order: TokenOrde
     fewest bytes. The gradients of keys are summed to their rank."""
     length = q.shape[2] * order.comm.size
     k, v = ops.all_gather(k, order.comm, 2), ops.all_gather(v, order.comm, 2)
-    every = order.all_places(length)
-    return _attended(q, k, v, visible, every if order.comm.size == 1 else order.places(length), every, scoring)
+    places = order.all_places(length)
+    return _attended(q, k, v, visible, places if order.comm.size == 1 else order.places(length), places, scoring)
 
 
 def check_heads(heads: int, ranks: int) -> None:

@@ -38,8 +38,8 @@ def check_ids(ids: Tensor, size: int, what: str, ignore: int | None = None, *, r
     if ignore is not None and (low < 0 or high >= size):
         low, high = (int(v) for v in torch.aminmax(ids.masked_fill(ids == ignore, 0)))
     if low < 0 or high >= size:
-        kept = "" if ignore is None else f" (ignore_index={ignore})"
-        raise IndexError(f"{what}: ids from {low} to {high} do not fit a vocabulary of {size}{kept}")
+        ignored = "" if ignore is None else f" (ignore_index={ignore})"
+        raise IndexError(f"{what}: ids from {low} to {high} do not fit a vocabulary of {size}{ignored}")
 
 
 Embedding = TypeVar("Embedding", bound="ParallelEmbedding")
@@ -134,8 +134,8 @@ class ParallelEmbedding(ParallelModule):
         """This rank's part of an ``nn.Embedding``. Works like ``ColumnParallelLinear.from_plain``."""
         table = checked_plain(plain, nn.Embedding, cls)
         names = ("num_embeddings", "embedding_dim", "padding_idx", "max_norm", "scale_grad_by_freq", "sparse")
-        own = {name: getattr(table, name) for name in names}
-        layer = cls(**own, dtype=table.weight.dtype, device="meta", init_method=None, **options)
+        arguments = {name: getattr(table, name) for name in names}
+        layer = cls(**arguments, dtype=table.weight.dtype, device="meta", init_method=None, **options)
         layer.norm_type = table.norm_type
         return filled(layer, plain)
 
@@ -149,8 +149,8 @@ class ParallelEmbedding(ParallelModule):
         if self.shard_across_embedding:
             self.weight[row] = 0
             return
-        held = self.shard_specs["weight"].source_index(self.tp.size)[self._tp_rank]
-        self.weight.masked_fill_((held == row).unsqueeze(1).to(self.weight.device), 0)
+        rows = self.shard_specs["weight"].source_index(self.tp.size)[self._tp_rank]
+        self.weight.masked_fill_((rows == row).unsqueeze(1).to(self.weight.device), 0)
 
     def forward(self, ids: Tensor) -> Tensor:
         if self.tp.eager:
@@ -162,9 +162,9 @@ class ParallelEmbedding(ParallelModule):
         return y if self.sequence_dim is None else self.as_part(y, self.sequence_dim, "tokens")
 
     def _rows(self, ids: Tensor) -> Tensor:
-        local, mine = self._own(ids)
+        local, here = self._local_rows(ids)
         y = F.embedding(local, self.weight, sparse=self.sparse)
-        y = self._gradient(y, ids) * mine.unsqueeze(-1).to(y.dtype)
+        y = self._gradient(y, ids) * here.unsqueeze(-1).to(y.dtype)
         if not self.collect_output:
             return y
         # one rank adds a value and the others add zeros, so the sum needs no wider dtype
@@ -179,12 +179,12 @@ class ParallelEmbedding(ParallelModule):
             return y
         return ops.scatter(y, self.tp if self.tokens is None else self.tokens.over, self.sequence_dim)
 
-    def _own(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+    def _local_rows(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """For each id its row in this rank's shard, or 0, and whether this rank has the row."""
         rows = self.weight.shape[0]
         local = ids - self.tp.position * rows
-        mine = (local >= 0) & (local < rows)
-        return local * mine, mine
+        here = (local >= 0) & (local < rows)
+        return local * here, here
 
     def _gradient(self, y: Tensor, ids: Tensor) -> Tensor:
         """``y`` with its gradient scaled as ``padding_idx`` and ``scale_grad_by_freq`` require."""
@@ -210,11 +210,11 @@ class ParallelEmbedding(ParallelModule):
                 norms = self.tp.all_reduce(norms, "max")
             else:
                 norms = self.tp.all_reduce(norms.pow(p)).pow(1 / p)
-            local, mine = ids, torch.ones_like(ids, dtype=torch.bool)
+            local, here = ids, torch.ones_like(ids, dtype=torch.bool)
         else:
-            local, mine = self._own(ids)
-        looked = torch.zeros_like(norms).scatter_reduce(0, local.flatten(), mine.flatten().to(norms.dtype), "amax")
-        scale = torch.where((norms > self.max_norm) & (looked > 0), self.max_norm / (norms + 1e-7), 1.0)
+            local, here = self._local_rows(ids)
+        looked_up = torch.zeros_like(norms).scatter_reduce(0, local.flatten(), here.flatten().to(norms.dtype), "amax")
+        scale = torch.where((norms > self.max_norm) & (looked_up > 0), self.max_norm / (norms + 1e-7), 1.0)
         self.weight.mul_(scale.unsqueeze(1))
 
     def extra_repr(self) -> str:

@@ -44,10 +44,10 @@ class Features:
         (size,) = spec.shape
         if n == 1 or spec.dim is None or spec.contiguous(n):
             return cls(size)
-        order, held = spec.gathered_index(n).numpy(), spec.source_index(n).numpy()
+        order, source = spec.gathered_index(n).numpy(), spec.source_index(n).numpy()
         padded, in_order = spec.padded(n), np.array_equal(order, np.arange(size))
-        spread = held.clip(min=0).reshape(-1)
-        return cls(size, padded, None if in_order else order, spread, held >= 0 if padded else None)
+        spread = source.clip(min=0).reshape(-1)
+        return cls(size, padded, None if in_order else order, spread, source >= 0 if padded else None)
 
     def restored(self, y: Tensor) -> Tensor:
         """Gathered features in their unsharded order, without padding."""
@@ -65,8 +65,8 @@ class Features:
         """``x`` with this rank's padding zeroed, in backward too. The rank is data, not a Python constant."""
         if self.filled is None:
             return x
-        mine = torch.from_numpy(self.filled).to(x.device).index_select(0, comm.position).squeeze(0)
-        return x * mine.to(x.dtype)
+        filled = torch.from_numpy(self.filled).to(x.device).index_select(0, comm.position).squeeze(0)
+        return x * filled.to(x.dtype)
 
 
 Blocks = int | Sequence[Block]
@@ -103,19 +103,19 @@ def tokens_over(layer: ParallelModule, dim: int | None) -> Tokens | None:
 
 def cut_features(layer: ParallelModule, name: str, blocks: Blocks, pad: bool) -> ShardSpec:
     """The spec of a layer's features. ``name``: the attribute with their number, such as ``out_features``."""
-    what, size, n = type(layer).__name__, getattr(layer, name), layer.tp.size
+    layer_type, size, n = type(layer).__name__, getattr(layer, name), layer.tp.size
     if isinstance(blocks, int):
         spec, parts_of = ShardSpec.strided((size,), 0, blocks), f" in {blocks} parts" if blocks > 1 else ""
     else:
         parts = tuple(Block(*block) for block in blocks)
         if sum(part.size for part in parts) != size:
             sizes = " + ".join(str(part.size) for part in parts) or "0"
-            raise ValueError(f"{what}: blocks of {sizes} features are not {name}={size}")
+            raise ValueError(f"{layer_type}: blocks of {sizes} features are not {name}={size}")
         kinds = [f"{b.size}" + (f" ({b.size // b.unit} units of {b.unit})" if b.unit > 1 else "") for b in parts]
         spec, parts_of = ShardSpec((size,), 0, parts), f" in blocks of {', '.join(dict.fromkeys(kinds))}"
     if spec.padded(n) and not pad:
         raise ValueError(
-            f"{what}: {name}={size}{parts_of} is not divisible by tp={n}; pass pad=True to pad it with zeros"
+            f"{layer_type}: {name}={size}{parts_of} is not divisible by tp={n}; pass pad=True to pad it with zeros"
         )
     if spec.padded(n) and name != "embedding_dim":  # what operations make of these parts has no mark
         layer.tp.padded.add(spec.local_shape(n)[0])
@@ -125,7 +125,7 @@ def cut_features(layer: ParallelModule, name: str, blocks: Blocks, pad: bool) ->
 def refuse_width(layer: ParallelModule, in_features: int, x: Tensor, takes: int, parallel: bool | None = None) -> None:
     """Raise ValueError with both sizes. ``takes``: the features that ``layer`` takes on this rank, of
     ``in_features``. ``parallel``: ``input_is_parallel`` of a row layer, None for a column layer."""
-    what, tp, has = type(layer).__name__, layer.tp.size, x.shape[-1]
+    layer_type, tp, has = type(layer).__name__, layer.tp.size, x.shape[-1]
     remedy = ""
     if parallel and has == in_features:
         remedy = "; these are the features of all ranks: leave out input_is_parallel=True, which takes a part"
@@ -137,7 +137,7 @@ def refuse_width(layer: ParallelModule, in_features: int, x: Tensor, takes: int,
             else "pass input_is_parallel=True"
         )
     raise ValueError(
-        f"{what}: the input of shape {tuple(x.shape)} has {has} features, and the layer takes {takes}"
+        f"{layer_type}: the input of shape {tuple(x.shape)} has {has} features, and the layer takes {takes}"
         + (f" of in_features={in_features} on each rank" if parallel else "")
         + remedy
     )
@@ -169,8 +169,8 @@ class Copies:
     def __call__(self, parameter: Tensor, dim: int) -> Tensor:
         """``parameter``, cut along ``dim``, for use in a forward. Backward sums the gradients."""
         parts = parameter.split([length for length, _ in self.runs], dim)
-        used = [
+        copies = [
             part if comm is None else ops.copy(part, comm, dtype=self.dtype)
             for part, (_, comm) in zip(parts, self.runs, strict=True)
         ]
-        return used[0] if len(used) == 1 else torch.cat(used, dim)
+        return copies[0] if len(copies) == 1 else torch.cat(copies, dim)

@@ -16,20 +16,20 @@ from ..comm.parts import plain
 from . import quantized
 
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-Forward = Callable[[Tensor, Tensor, Tensor | None, "How"], Tensor]
-How = tuple[Comm, int | None, torch.dtype | None]
+Forward = Callable[[Tensor, Tensor, Tensor | None, "CommSpec"], Tensor]
+CommSpec = tuple[Comm, int | None, torch.dtype | None]
 """The Comm, the sequence dim (None without sequence parallelism), and the least precision to sum in."""
 
 
-def enter(x: Tensor, how: How) -> Tensor:
+def enter(x: Tensor, spec: CommSpec) -> Tensor:
     """All tokens of ``x``, a copy for each rank. Backward sums the copies' gradients."""
-    comm, seq, dtype = how
+    comm, seq, dtype = spec
     return ops.copy(x, comm, dtype=dtype) if seq is None else ops.all_gather(x, comm, seq, dtype=dtype)
 
 
-def leave(y: Tensor, how: How) -> Tensor:
+def leave(y: Tensor, spec: CommSpec) -> Tensor:
     """The sum of the ranks' ``y``; with sequence parallelism this rank's tokens of it."""
-    comm, seq, dtype = how
+    comm, seq, dtype = spec
     return ops.reduce(y, comm, dtype=dtype) if seq is None else ops.reduce_scatter(y, comm, seq, dtype=dtype)
 
 
@@ -60,13 +60,13 @@ def _narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype is dtype else x.to(dtype)
 
 
-def _mapped_column(x: Tensor, weight: Tensor, bias: Tensor | None, how: How, linear: Linear = F.linear) -> Tensor:
-    return linear(enter(x, how), weight, bias)
+def _mapped_column(x: Tensor, weight: Tensor, bias: Tensor | None, spec: CommSpec, linear: Linear = F.linear) -> Tensor:
+    return linear(enter(x, spec), weight, bias)
 
 
-def _mapped_row(x: Tensor, weight: Tensor, bias: Tensor | None, how: How, linear: Linear = F.linear) -> Tensor:
-    comm, seq, dtype = how
-    y = leave(linear(x, weight, None), how)
+def _mapped_row(x: Tensor, weight: Tensor, bias: Tensor | None, spec: CommSpec, linear: Linear = F.linear) -> Tensor:
+    comm, seq, dtype = spec
+    y = leave(linear(x, weight, None), spec)
     if bias is None:
         return y
     return y + (bias if seq is None else ops.copy(bias, comm, dtype=dtype))
@@ -79,12 +79,12 @@ def _again(ctx: Any, grad: Tensor, mapped: Forward) -> tuple[Tensor | None, ...]
     # any bias has the same derivatives
     bias = grad.new_zeros(len(weight), requires_grad=True) if ctx.needs_input_grad[2] else None
     inputs = [t for t, needs in zip((x, weight, bias), ctx.needs_input_grad, strict=False) if needs]
-    found = iter(torch.autograd.grad(mapped(x, weight, bias, ctx.how), inputs, grad, create_graph=True))
-    return tuple(next(found) if needs else None for needs in ctx.needs_input_grad)
+    gradients = iter(torch.autograd.grad(mapped(x, weight, bias, ctx.spec), inputs, grad, create_graph=True))
+    return tuple(next(gradients) if needs else None for needs in ctx.needs_input_grad)
 
 
-def _column(x: Tensor, weight: Tensor, bias: Tensor | None, how: How) -> Tensor:
-    comm, seq, _ = how
+def _column(x: Tensor, weight: Tensor, bias: Tensor | None, spec: CommSpec) -> Tensor:
+    comm, seq, _ = spec
     return F.linear(x if seq is None else comm.all_gather(x, seq), weight, bias)
 
 
@@ -93,28 +93,28 @@ class _Column(torch.autograd.Function):
     all-reduce of the input gradient with the matmul of the weight gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: How) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, spec: CommSpec) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.how = how
-        return _column(x, weight, bias, how)
+        ctx.spec = spec
+        return _column(x, weight, bias, spec)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             return _again(ctx, grad, _mapped_column)
         x, weight = ctx.saved_tensors
-        comm, seq, dtype = ctx.how
+        comm, seq, dtype = ctx.spec
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         rows = _rows(grad)
         grad_x = grad_weight = grad_bias = None
         wait: Callable[[], Tensor] | None = None
         if needs_x:
-            partial = _widen(rows.mm(weight), dtype)
+            partial_sum = _widen(rows.mm(weight), dtype)
             if seq is None:
-                wait = comm.start_all_reduce(partial, donate=True)
+                wait = comm.start_all_reduce(partial_sum, donate=True)
             else:
-                partial = partial.view(*grad.shape[:-1], weight.shape[1])
-                grad_x = _narrow(comm.reduce_scatter(partial, seq), x.dtype)
+                partial_sum = partial_sum.view(*grad.shape[:-1], weight.shape[1])
+                grad_x = _narrow(comm.reduce_scatter(partial_sum, seq), x.dtype)
         if needs_weight:
             # gathered again, not kept from forward: sequence parallelism exists to save that memory
             grad_weight = rows.t().mm(_rows(x if seq is None else comm.all_gather(x, seq)))
@@ -125,8 +125,8 @@ class _Column(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None
 
 
-def _row(x: Tensor, weight: Tensor, bias: Tensor | None, how: How) -> Tensor:
-    comm, seq, dtype = how
+def _row(x: Tensor, weight: Tensor, bias: Tensor | None, spec: CommSpec) -> Tensor:
+    comm, seq, dtype = spec
     y = F.linear(x, weight)
     wide = _widen(y, dtype)
     out = comm.all_reduce(wide, donate=True) if seq is None else comm.reduce_scatter(wide, seq)
@@ -138,17 +138,17 @@ class _Row(torch.autograd.Function):
     """Forward sums over the ranks. Backward sends nothing (sequence parallel: it gathers the gradient)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: How) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, spec: CommSpec) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.how = how
-        return _row(x, weight, bias, how)
+        ctx.spec = spec
+        return _row(x, weight, bias, spec)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             return _again(ctx, grad, _mapped_row)
         x, weight = ctx.saved_tensors
-        comm, seq, dtype = ctx.how
+        comm, seq, dtype = ctx.spec
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         rows = _rows(grad if seq is None else comm.all_gather(grad, seq))
         grad_x = rows.mm(weight).view(x.shape) if needs_x else None
@@ -161,25 +161,25 @@ class _Row(torch.autograd.Function):
 def _fused(mapped: Any, function: Any, forward: Forward) -> Callable[..., Tensor]:
     """One of the public functions below. Without gradients the autograd Function is left out, for its overhead."""
 
-    def run(x: Tensor, weight: Tensor, bias: Tensor | None, how: How, scale: Tensor | None = None) -> Tensor:
+    def run(x: Tensor, weight: Tensor, bias: Tensor | None, spec: CommSpec, scale: Tensor | None = None) -> Tensor:
         x = plain(x)
         if scale is not None:
-            result: Tensor = mapped(x, weight, bias, how, partial(quantized.linear, scale=scale))
-            return result
-        device = how[0].device_type
+            y: Tensor = mapped(x, weight, bias, spec, partial(quantized.linear, scale=scale))
+            return y
+        device = spec[0].device_type
         if not x.is_meta and torch.is_autocast_enabled(device):  # ("meta") is an error
-            to = torch.get_autocast_dtype(device)
-            x, weight, bias = x.to(to), weight.to(to), None if bias is None else bias.to(to)
+            dtype = torch.get_autocast_dtype(device)
+            x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
         apply = function.apply if torch.is_grad_enabled() else forward
-        result = (mapped if ops.transformed() else apply)(x, weight, bias, how)
-        return result
+        y = (mapped if ops.transformed() else apply)(x, weight, bias, spec)
+        return y
 
     return run
 
 
 column_linear = _fused(_mapped_column, _Column, _column)
-"""``x @ weight.T + bias`` with a weight cut by output features; ``how``'s dtype is of the input gradient's sum.
+"""``x @ weight.T + bias`` with a weight cut by output features; ``spec``'s dtype is of the input gradient's sum.
 ``scale``: of a quantized weight."""
 
 row_linear = _fused(_mapped_row, _Row, _row)
-"""``(sum over ranks of x @ weight.T) + bias`` with a weight cut by input features; ``how``'s dtype is the sum's."""
+"""``(sum over ranks of x @ weight.T) + bias`` with a weight cut by input features; ``spec``'s dtype is the sum's."""

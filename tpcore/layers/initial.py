@@ -101,8 +101,8 @@ def _keep(local: Tensor, slab: Tensor, start: int, boxes: Iterable[Box]) -> None
         lo = max(box.full[0], start)
         size = (min(box.full[0] + box.size[0], start + slab.shape[0]) - lo, *box.size[1:])
         if size[0] > 0:
-            to = narrowed(local, (box.local[0] + lo - box.full[0], *box.local[1:]), size)
-            to.copy_(narrowed(slab, (lo - start, *box.full[1:]), size))
+            target = narrowed(local, (box.local[0] + lo - box.full[0], *box.local[1:]), size)
+            target.copy_(narrowed(slab, (lo - start, *box.full[1:]), size))
 
 
 def initial_part(init: Init, layout: Layout, rank: int, mesh: Mesh, dtype: torch.dtype) -> Tensor:

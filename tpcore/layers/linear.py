@@ -64,8 +64,8 @@ class ParallelLinear(QuantizableLinear):
         """
         inputs, outputs = cls.form.sizes(plain, cls)
         # init_method is passed here, so that one among the options is a TypeError instead of ignored
-        own = {"bias": plain.bias is not None, "dtype": plain.weight.dtype, "device": "meta", "init_method": None}
-        return filled(cls(inputs, outputs, **own, **options), plain)
+        arguments = {"bias": plain.bias is not None, "dtype": plain.weight.dtype, "device": "meta", "init_method": None}
+        return filled(cls(inputs, outputs, **arguments, **options), plain)
 
     def _declare(
         self,
@@ -160,8 +160,8 @@ class ColumnParallelLinear(ParallelLinear):
         if self.input_is_copied:
             y = self.outputs(self.product(x, weight, added))
         else:
-            how = self.tp, self.sequence_dim, self.reduce_dtype
-            y = self.outputs(column_linear(x, weight, added, how, self.weight_scale))
+            spec = self.tp, self.sequence_dim, self.reduce_dtype
+            y = self.outputs(column_linear(x, weight, added, spec, self.weight_scale))
         return (y, None if bias is None else self.outputs(bias)) if self.skip_bias_add else y
 
     def _enter(self, x: Tensor) -> Tensor:
@@ -244,8 +244,8 @@ class RowParallelLinear(ParallelLinear):
         # the caller adds it to this rank's tokens only, so its gradient is summed over the ranks
         return y, ops.copy(self.bias, self.tp, dtype=self.reduce_dtype)
 
-    def _enter(self, x: Tensor, held: int) -> Tensor:
-        takes = held if self.input_is_parallel else self.in_features
+    def _enter(self, x: Tensor, local: int) -> Tensor:
+        takes = local if self.input_is_parallel else self.in_features
         if x.shape[-1] != takes:
             refuse_width(self, self.in_features, x, takes, self.input_is_parallel)
         return self.features.mask(x if self.input_is_parallel else self.features.scatter(x, self.tp), self.tp)

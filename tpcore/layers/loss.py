@@ -34,8 +34,8 @@ def _eager(comm: Comm) -> bool:
 def _chunks(logits: Tensor, comm: Comm) -> Iterator[slice]:
     """Runs of tokens. One run on lazy backends: their compilers fuse, and a loop would grow the graph."""
     tokens, width = logits.shape
-    most = CHUNK if comm.reads_are_cheap else DEVICE_CHUNK
-    step = max(1, most // max(1, width)) if _eager(comm) else max(1, tokens)
+    limit = CHUNK if comm.reads_are_cheap else DEVICE_CHUNK
+    step = max(1, limit // max(1, width)) if _eager(comm) else max(1, tokens)
     for start in range(0, tokens, step):
         yield slice(start, min(start + step, tokens))
 
@@ -67,7 +67,7 @@ class _CrossEntropy(torch.autograd.Function):
         ctx: Any, logits: Tensor, target: Tensor, comm: Comm, smoothing: float, ignore: int, vocab: int
     ) -> Tensor:
         wide = torch.promote_types(logits.dtype, torch.float32)
-        local, mine, kept = _located(target, logits.shape[-1], comm, ignore)
+        local, here, counted = _located(target, logits.shape[-1], comm, ignore)
         padding = _padding(logits, comm, vocab)
 
         softmax, eager = None, _eager(comm)
@@ -81,7 +81,7 @@ class _CrossEntropy(torch.autograd.Function):
                 rows[2, at] = _fill_padding(chunk, padding, 0.0).sum(-1)
             out = None if softmax is None else softmax[at]
             _, rows[0, at] = _local_softmax(chunk, padding, reads, out)
-        rows[1] = torch.where(mine, logits.gather(-1, local.unsqueeze(-1)).squeeze(-1), 0.0)
+        rows[1] = torch.where(here, logits.gather(-1, local.unsqueeze(-1)).squeeze(-1), 0.0)
 
         gathered = comm.all_gather(rows.unsqueeze(0), 0)
         log_sum = gathered[:, 0].logsumexp(0)
@@ -90,24 +90,24 @@ class _CrossEntropy(torch.autograd.Function):
             loss = log_sum - (1 - smoothing) * target_logit - smoothing / vocab * gathered[:, 2].sum(0)
         else:
             loss = log_sum - target_logit
-        ctx.save_for_backward(logits, (rows[0] - log_sum).exp(), local, mine, kept)
+        ctx.save_for_backward(logits, (rows[0] - log_sum).exp(), local, here, counted)
         ctx.args, ctx.softmax = (comm, smoothing, vocab), softmax
-        return torch.where(kept, loss, 0.0)
+        return torch.where(counted, loss, 0.0)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        logits, part, local, mine, kept = ctx.saved_tensors
+        logits, part, local, here, counted = ctx.saved_tensors
         comm, smoothing, vocab = ctx.args
         if torch.is_grad_enabled():  # this backward is itself differentiated
-            loss = _mapped(logits, local, mine, kept, comm, smoothing, vocab)
+            loss = _mapped(logits, local, here, counted, comm, smoothing, vocab)
             return *torch.autograd.grad(loss, logits, grad, create_graph=True), *[None] * 5
         # becomes the gradient: a second backward through a retained graph computes the softmax again
         softmax, ctx.softmax = ctx.softmax, None
         padding = _padding(logits, comm, vocab)
         # where instead of a product: the gradient of a mean over no tokens is inf
-        scale = torch.where(kept, grad, 0.0).to(part.dtype).unsqueeze(-1)
+        scale = torch.where(counted, grad, 0.0).to(part.dtype).unsqueeze(-1)
         part = part.unsqueeze(-1) * scale
-        hit = torch.where(mine.unsqueeze(-1), scale * (smoothing - 1), 0.0)
+        hit = torch.where(here.unsqueeze(-1), scale * (smoothing - 1), 0.0)
         out = torch.empty_like(logits, memory_format=torch.contiguous_format) if softmax is None else softmax
         for at in _chunks(logits, comm):
             if softmax is None:
@@ -128,35 +128,35 @@ class _CrossEntropy(torch.autograd.Function):
 
 def _located(target: Tensor, width: int, comm: Comm, ignore: int) -> tuple[Tensor, Tensor, Tensor]:
     """The column of each target among this rank's, whether it is there, and whether it counts."""
-    place, kept = target - comm.position * width, target != ignore
+    place, counted = target - comm.position * width, target != ignore
     local = place.clamp(0, width - 1)
-    mine = local == place
-    return local, mine & kept if 0 <= ignore < width * comm.size else mine, kept
+    here = local == place
+    return local, here & counted if 0 <= ignore < width * comm.size else here, counted
 
 
 def _mapped(
-    logits: Tensor, local: Tensor, mine: Tensor, kept: Tensor, comm: Comm, smoothing: float, vocab: int
+    logits: Tensor, local: Tensor, here: Tensor, counted: Tensor, comm: Comm, smoothing: float, vocab: int
 ) -> Tensor:
     """The loss in operations that can be differentiated any number of times, and in forward mode."""
     wide, padding = logits.to(torch.promote_types(logits.dtype, torch.float32)), _padding(logits, comm, vocab)
     words = _fill_padding(wide, padding, torch.finfo(wide.dtype).min)
     largest = comm.all_reduce(words.detach().amax(-1), "max")
     total = ops.reduce((words - largest.unsqueeze(-1)).exp().sum(-1), comm)
-    hit = torch.where(mine, wide.gather(-1, local.unsqueeze(-1)).squeeze(-1), 0.0)
+    hit = torch.where(here, wide.gather(-1, local.unsqueeze(-1)).squeeze(-1), 0.0)
     loss = total.log() + largest - (1 - smoothing) * ops.reduce(hit, comm)
     if smoothing:
         loss = loss - smoothing / vocab * ops.reduce(_fill_padding(wide, padding, 0.0).sum(-1), comm)
-    return torch.where(kept, loss, 0.0)
+    return torch.where(counted, loss, 0.0)
 
 
 def _padding(logits: Tensor, comm: Comm, vocab: int) -> Tensor | None:
     """Mask of padding among this rank's last columns; None if no rank has padding. The rank is data: every
     rank's mask has as many columns as all ranks have padding (or all its columns)."""
     width = logits.shape[-1]
-    some = min(width, width * comm.size - vocab)
-    if not some:
+    padded = min(width, width * comm.size - vocab)
+    if not padded:
         return None
-    return comm.position * width + torch.arange(width - some, width, device=logits.device) >= vocab
+    return comm.position * width + torch.arange(width - padded, width, device=logits.device) >= vocab
 
 
 def _fill_padding(logits: Tensor, padding: Tensor | None, value: float) -> Tensor:

@@ -60,8 +60,8 @@ class ParallelModule(nn.Module):
         torch's default; ValueError for one that the backend does not declare, on more than one rank."""
         dtype = torch.get_default_dtype() if dtype is None else dtype
         if self.tp.size > 1 and dtype not in self._dtypes:
-            known = ", ".join(map(str, self._dtypes))
-            raise ValueError(f"{type(self).__name__}.{name} of {dtype}: this backend computes on {known}")
+            supported = ", ".join(map(str, self._dtypes))
+            raise ValueError(f"{type(self).__name__}.{name} of {dtype}: this backend computes on {supported}")
         # empty((0,)) finds torch's default device, including that of a `with torch.device(...)` block
         where = torch.empty((0,), device=device).device
         recorded = self.checks is not None and not self.checks.running
@@ -76,8 +76,8 @@ class ParallelModule(nn.Module):
         self._stamp_all()
 
     def _initial(self, name: str, dtype: torch.dtype) -> Tensor:
-        on, layout = self._layout_ctx, self.layout_of(name)
-        return initial_part(self._inits[name], layout, on.rank, on.mesh, dtype)
+        ctx, layout = self._layout_ctx, self.layout_of(name)
+        return initial_part(self._inits[name], layout, ctx.rank, ctx.mesh, dtype)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -203,16 +203,16 @@ def move_model_to_device(model: nn.Module, device: torch.device | str) -> nn.Mod
         if p is not None
     ]
     model.to(device)
-    kept: dict[nn.Parameter, nn.Parameter] = {}
+    replacements: dict[nn.Parameter, nn.Parameter] = {}
     for module, name, p, attributes in owned:
-        if p not in kept:
-            made: Any = module._parameters[name]  # get_parameter takes no plain tensor, which libraries put there
-            if made is not p and not weakref.getweakrefcount(p):
-                torch.utils.swap_tensors(p, made)
-                made = p
-            vars(made).update(attributes)
-            kept[p] = made
-        module._parameters[name] = kept[p]
+        if p not in replacements:
+            moved: Any = module._parameters[name]  # get_parameter takes no plain tensor, which libraries put there
+            if moved is not p and not weakref.getweakrefcount(p):
+                torch.utils.swap_tensors(p, moved)
+                moved = p
+            vars(moved).update(attributes)
+            replacements[p] = moved
+        module._parameters[name] = replacements[p]
     return model
 
 
@@ -234,11 +234,11 @@ def checked_plain(plain: nn.Module, kind: type[nn.Module], layer: type[nn.Module
 
 def filled(layer: Cut, plain: nn.Module) -> Cut:
     """``layer``, which is on meta, with this rank's part of the parameters of ``plain``."""
-    mine, theirs = set(layer.shard_specs), {name for name, _ in plain.named_parameters(recurse=False)}
-    if mine != theirs:  # a parametrized weight, for example, has other names
+    names, plain_names = set(layer.shard_specs), {name for name, _ in plain.named_parameters(recurse=False)}
+    if names != plain_names:  # a parametrized weight, for example, has other names
         raise ValueError(
-            f"{type(layer).__name__}.from_plain: {type(plain).__name__} has the parameters {sorted(theirs)}, "
-            f"not {sorted(mine)}"
+            f"{type(layer).__name__}.from_plain: {type(plain).__name__} has the parameters {sorted(plain_names)}, "
+            f"not {sorted(names)}"
         )
     for name, spec in layer.shard_specs.items():
         whole = plain.get_parameter(name)

@@ -55,8 +55,8 @@ class LayerNorm(_Norm):
         group: Any = None,
     ) -> None:
         super().__init__(normalized_shape, eps, sequence_parallel, group)
-        for name, wanted, init in (("weight", True, nn.init.ones_), ("bias", bias, nn.init.zeros_)):
-            if elementwise_affine and wanted:
+        for name, enabled, init in (("weight", True, nn.init.ones_), ("bias", bias, nn.init.zeros_)):
+            if elementwise_affine and enabled:
                 self.shard_parameter(name, ShardSpec(self.normalized_shape), init, dtype, device)
             else:
                 self.register_parameter(name, None)
@@ -66,8 +66,8 @@ class LayerNorm(_Norm):
         """The same norm as an ``nn.LayerNorm``. Works like ``ColumnParallelLinear.from_plain``."""
         norm = checked_plain(plain, nn.LayerNorm, cls)
         affine, bias = norm.weight is not None, norm.bias is not None
-        own = {"dtype": norm.weight.dtype} if affine else {}
-        return filled(cls(norm.normalized_shape, norm.eps, affine, bias, "meta", **own, **options), plain)
+        arguments = {"dtype": norm.weight.dtype} if affine else {}
+        return filled(cls(norm.normalized_shape, norm.eps, affine, bias, "meta", **arguments, **options), plain)
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = self._whole(self.weight), self._whole(self.bias)

@@ -35,12 +35,12 @@ def quantized(weight: Tensor, dtype: torch.dtype, largest: Callable[[Tensor], Te
     """``weight`` [out, in] in ``dtype``, and the scale [out]. ``largest``: over the ranks, of each channel."""
     top = largest(weight.abs().amax(1).float())
     scale = top.clamp(min=1e-12) / DTYPES[dtype]
-    made = torch.empty_like(weight, dtype=dtype)
+    entries = torch.empty_like(weight, dtype=dtype)
     count = max(1, _ENTRIES // weight.shape[1])
-    for rows, scales, out in zip(weight.split(count), scale.split(count), made.split(count), strict=True):
+    for rows, scales, out in zip(weight.split(count), scale.split(count), entries.split(count), strict=True):
         values = rows.float() / scales[:, None]
         out.copy_(values.round_() if dtype is torch.int8 else values)
-    return made, scale
+    return entries, scale
 
 
 def _takes(x: Tensor, weight: Tensor) -> bool:

@@ -69,13 +69,13 @@ def _attended(
     q: Tensor, k: Tensor, v: Tensor, masks: Iterator[tuple[slice, Tensor | None]], scoring: Scoring
 ) -> tuple[Tensor, Tensor]:
     """Attention to one block of keys, and the logarithm of its sum of exponentials, ``[..., queries]``."""
-    found = []
+    runs = []
     for rows, mask in masks:
         scores = hidden(scoring(q[:, :, rows], k), mask)
         total = scores.logsumexp(-1)
         # nan: of a query that sees none of these keys
-        found.append(((scores - total.unsqueeze(-1)).exp().nan_to_num(0.0) @ v, total))
-    return torch.cat([out for out, _ in found], 2), torch.cat([total for _, total in found], 2)
+        runs.append(((scores - total.unsqueeze(-1)).exp().nan_to_num(0.0) @ v, total))
+    return torch.cat([out for out, _ in runs], 2), torch.cat([total for _, total in runs], 2)
 
 
 def _gradients(
@@ -113,10 +113,11 @@ _kernel_gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_b
 keys its backward gives a block's part of the gradients."""
 
 
-def _merged(out: Tensor, total: Tensor, more: Tensor, its: Tensor) -> tuple[Tensor, Tensor]:
-    both = torch.stack([total, its]).logsumexp(0)  # logaddexp would leave the program on torch_xla, which has none
-    old, new = ((t - both).exp().nan_to_num(0.0).unsqueeze(-1) for t in (total, its))
-    return out * old + more * new, both
+def _merged(out: Tensor, total: Tensor, block_out: Tensor, block_total: Tensor) -> tuple[Tensor, Tensor]:
+    # logaddexp would leave the program on torch_xla, which has none
+    merged = torch.stack([total, block_total]).logsumexp(0)
+    old, new = ((t - merged).exp().nan_to_num(0.0).unsqueeze(-1) for t in (total, block_total))
+    return out * old + block_out * new, merged
 
 
 def _dense(t: Tensor) -> Tensor:
@@ -131,11 +132,11 @@ Arrival = Callable[[], tuple[Tensor, ...]]
 def _around(comm: Comm) -> Callable[[Tensor, Tensor], Arrival]:
     """Starts to send two tensors to the next rank. They travel as one: where ranks share memory, a second permute
     under way waits for the first."""
-    to = tuple((i + 1) % comm.size for i in range(comm.size))
+    destinations = tuple((i + 1) % comm.size for i in range(comm.size))
 
-    def send(one: Tensor, two: Tensor) -> Arrival:
-        wait = comm.start_permute(torch.cat([one, two], -1), to)
-        return lambda: wait().tensor_split([one.shape[-1]], -1)
+    def send(first: Tensor, second: Tensor) -> Arrival:
+        wait = comm.start_permute(torch.cat([first, second], -1), destinations)
+        return lambda: wait().tensor_split([first.shape[-1]], -1)
 
     return send
 
@@ -150,23 +151,23 @@ class _Ring(torch.autograd.Function):
         wide = torch.promote_types(q.dtype, torch.float32)  # of sums over many keys
         out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=wide)
         total = torch.full_like(q[..., 0], -torch.inf, dtype=wide)
-        own, keys, values = order.places(length), k, v
+        query_places, keys, values = order.places(length), k, v
         served = _served(q, v, visible, order, scoring)
         for step, (source, blocks) in enumerate(steps(order), 1):
             # the next rank computes with these after its own: they travel meanwhile
-            coming = send(keys, values) if step < order.comm.size else None
-            theirs = order.places(length, source)
-            for asking, asked in blocks:
-                some = take(q, asking, 2).to(wide)
-                part = [repeat_heads(take(t, asked, 2), q.shape[1]).to(wide) for t in (keys, values)]
+            arrival = send(keys, values) if step < order.comm.size else None
+            key_places = order.places(length, source)
+            for q_half, k_half in blocks:
+                queries = take(q, q_half, 2).to(wide)
+                kv = [repeat_heads(take(t, k_half, 2), q.shape[1]).to(wide) for t in (keys, values)]
                 if served:
-                    more = _kernel(some, *part, is_causal=visible.causal and step == 1, scale=scoring.scale)
+                    attended = _kernel(queries, *kv, is_causal=visible.causal and step == 1, scale=scoring.scale)
                 else:
-                    masks = _slices(some, take(own, asking, 0), take(theirs, asked, 0), visible)
-                    more = _attended(some, part[0], part[1], masks, scoring)
-                merged = _merged(take(out, asking, 2), take(total, asking, 2), *more)
-                out, total = (put(t, asking, 2, m) for t, m in zip((out, total), merged, strict=True))
-            keys, values = coming() if coming else (keys, values)
+                    masks = _slices(queries, take(query_places, q_half, 0), take(key_places, k_half, 0), visible)
+                    attended = _attended(queries, kv[0], kv[1], masks, scoring)
+                merged = _merged(take(out, q_half, 2), take(total, q_half, 2), *attended)
+                out, total = (put(t, q_half, 2, m) for t, m in zip((out, total), merged, strict=True))
+            keys, values = arrival() if arrival else (keys, values)
         total = total.masked_fill(total == -torch.inf, 0.0)  # of a query that sees no key: weights of 0, not nan
         ctx.save_for_backward(q, k, v, out, total)
         ctx.arguments = visible, order, scoring
@@ -183,35 +184,35 @@ class _Ring(torch.autograd.Function):
         inner = (grad * out).sum(-1, keepdim=True)
         dq, keys, values = torch.zeros_like(q, dtype=wide), k, v
         home: Arrival | None = None
-        own, served = order.places(length), _served(q, v, visible, order, scoring)
+        query_places, served = order.places(length), _served(q, v, visible, order, scoring)
         for step, (source, blocks) in enumerate(steps(order), 1):
-            coming = send(keys, values) if step < order.comm.size else None
-            found = [torch.zeros_like(t, dtype=wide) for t in (k, v)]
-            theirs = order.places(length, source)
-            for asking, asked in blocks:
-                some, *results = (take(t, asking, 2) for t in (q.to(wide), grad, total, inner))
-                part = [repeat_heads(take(t, asked, 2), q.shape[1]).to(wide) for t in (keys, values)]
+            arrival = send(keys, values) if step < order.comm.size else None
+            dkv = [torch.zeros_like(t, dtype=wide) for t in (k, v)]
+            key_places = order.places(length, source)
+            for q_half, k_half in blocks:
+                queries, *results = (take(t, q_half, 2) for t in (q.to(wide), grad, total, inner))
+                kv = [repeat_heads(take(t, k_half, 2), q.shape[1]).to(wide) for t in (keys, values)]
                 if served:
-                    first = visible.causal and step == 1
-                    known = take(out, asking, 2), results[1].contiguous(), 0.0, first
-                    mine, *more = _kernel_gradients(results[0], some, *part, *known, scale=scoring.scale)
+                    is_causal = visible.causal and step == 1
+                    saved = take(out, q_half, 2), results[1].contiguous(), 0.0, is_causal
+                    dq_block, *dkv_block = _kernel_gradients(results[0], queries, *kv, *saved, scale=scoring.scale)
                 else:
-                    masks = _slices(some, take(own, asking, 0), take(theirs, asked, 0), visible)
-                    mine, *more = _gradients(some, part[0], part[1], results, masks, scoring)
-                dq = put(dq, asking, 2, take(dq, asking, 2) + mine)
-                found = [
-                    put(t, asked, 2, take(t, asked, 2) + fold_heads(m, k.shape[1]))
-                    for t, m in zip(found, more, strict=True)
+                    masks = _slices(queries, take(query_places, q_half, 0), take(key_places, k_half, 0), visible)
+                    dq_block, *dkv_block = _gradients(queries, kv[0], kv[1], results, masks, scoring)
+                dq = put(dq, q_half, 2, take(dq, q_half, 2) + dq_block)
+                dkv = [
+                    put(t, k_half, 2, take(t, k_half, 2) + fold_heads(m, k.shape[1]))
+                    for t, m in zip(dkv, dkv_block, strict=True)
                 ]
             if home:  # what earlier ranks found has travelled meanwhile
-                found = [t + more for t, more in zip(found, home(), strict=True)]
-            home = send(found[0], found[1])
-            keys, values = coming() if coming else (keys, values)
+                dkv = [t + remote for t, remote in zip(dkv, home(), strict=True)]
+            home = send(dkv[0], dkv[1])
+            keys, values = arrival() if arrival else (keys, values)
         dk, dv = cast(Arrival, home)()
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, visible: Visible, order: TokenOrder, scoring: Scoring) -> Tensor:
     """Attention in as many steps as there are ranks; memory for the tokens of one rank, forward and backward."""
-    made: Tensor = _Ring.apply(q, k, v, visible, order, scoring)
-    return made
+    output: Tensor = _Ring.apply(q, k, v, visible, order, scoring)
+    return output

@@ -47,23 +47,23 @@ class Sharding:
 
 def sharding(tensor: Tensor) -> Sharding | None:
     """The sharding of a parameter (or state_dict entry) of a parallel layer; None for any other tensor."""
-    found = getattr(tensor, "tpcore_sharding", None)
-    return found if isinstance(found, Sharding) else None
+    mark = getattr(tensor, "tpcore_sharding", None)
+    return mark if isinstance(mark, Sharding) else None
 
 
-def stamp(tensor: Tensor, found: Sharding) -> None:
+def stamp(tensor: Tensor, mark: Sharding) -> None:
     """Set the attribute of ``tensor`` that ``sharding`` reads."""
-    tensor.tpcore_sharding = found  # type: ignore[attr-defined]
+    tensor.tpcore_sharding = mark  # type: ignore[attr-defined]
 
 
 def layouts(model: nn.Module) -> dict[str, Layout]:
     """The layout of every state_dict entry. Entries that no parallel layer owns are replicated."""
-    found = {}
+    by_name = {}
     for name, t in model.state_dict(keep_vars=True).items():
         if isinstance(t, Tensor):  # a module's extra state need not be
             mark = sharding(t)
-            found[name] = mark.layout if mark else Layout(tuple(t.shape))
-    return found
+            by_name[name] = mark.layout if mark else Layout(tuple(t.shape))
+    return by_name
 
 
 def shard_specs(model: nn.Module) -> dict[str, ShardSpec]:

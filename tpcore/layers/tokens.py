@@ -56,8 +56,8 @@ class TokenOrder:
 
     def whole(self, x: Tensor, dim: int = 1) -> Tensor:
         """All ranks' tokens, in the order of the sequence. Backward sums the gradients of the ranks' copies."""
-        every = ops.all_gather(x, self.comm, dim)
-        return every.index_select(dim, self.all_places(every.shape[dim]).argsort()) if self.zigzag else every
+        gathered = ops.all_gather(x, self.comm, dim)
+        return gathered.index_select(dim, self.all_places(gathered.shape[dim]).argsort()) if self.zigzag else gathered
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,8 @@ class Scoring:
     softcap: float | None = None
 
     def __call__(self, q: Tensor, k: Tensor) -> Tensor:
-        found = (q @ k.transpose(-1, -2)) * self.scale
-        return found if self.softcap is None else (found / self.softcap).tanh() * self.softcap
+        scores = (q @ k.transpose(-1, -2)) * self.scale
+        return scores if self.softcap is None else (scores / self.softcap).tanh() * self.softcap
 
     def slope(self, scores: Tensor) -> Tensor | float:
         """By how much scores grow with the product."""

@@ -180,21 +180,21 @@ def _summary(model: nn.Module, capacity_factor: float | None) -> str:
     """How much of a model is sharded, and which modules of a hundredth of it or more stay whole, in one line."""
     split = sum(map(_sharded, model.parameters()))
     sizes = {id(p): p.numel() for p in model.parameters() if not _sharded(p)}
-    every = max(split + sum(sizes.values()), 1)
+    total = max(split + sum(sizes.values()), 1)
     names: Counter[str] = Counter()
     for name, module in _whole(model, ""):
         names[name] += sum(sizes.pop(id(p), 0) for p in module.parameters())
-    large = [f"{name}.*" for name, size in names.most_common() if size >= every / 100]
+    large = [f"{name}.*" for name, size in names.most_common() if size >= total / 100]
     named = f"; whole: {', '.join(large)}" if large else ""
     if capacity_factor is not None:
         named += f"; capacity_factor={capacity_factor} drops choices: tpcore.models.ExpertLoad says how many"
-    return f"{type(model).__name__}: sharded {split / every:.0%} of the parameters{named}"
+    return f"{type(model).__name__}: sharded {split / total:.0%} of the parameters{named}"
 
 
 def _sharded(p: Tensor) -> int:
     """The number of entries of a whole parameter that is sharded; 0 for any other."""
-    found = sharding(p)
-    return 0 if found is None or not found.layout.cuts else math.prod(found.layout.shape)
+    mark = sharding(p)
+    return 0 if mark is None or not mark.layout.cuts else math.prod(mark.layout.shape)
 
 
 def _whole(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
@@ -248,8 +248,8 @@ def _no_cache(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 def _same_batch(layers: PipelinedLayers, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """A hook that compares the stages' batches: ranks that share a vocabulary would mix them up in silence."""
-    given = {f"argument {i}": value for i, value in enumerate(args)} | kwargs
-    layers.compare({name: t for name, t in given.items() if isinstance(t, Tensor)}, "batch")
+    arguments = {f"argument {i}": value for i, value in enumerate(args)} | kwargs
+    layers.compare({name: t for name, t in arguments.items() if isinstance(t, Tensor)}, "batch")
 
 
 def _collects_nothing(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -51,17 +51,17 @@ class CachedModel(nn.Module):
 
     def _register(self, cache: Any) -> list[int]:
         """A buffer for the keys and one for the values of each layer that has any; the layers' numbers."""
-        found = []
+        numbers = []
         for number, layer in enumerate(getattr(cache, "layers", ())):
             states: dict[str, Any] = {kind: getattr(layer, kind, None) for kind in ("keys", "values")}
             if all(isinstance(t, Tensor) and t.ndim == 4 for t in states.values()):
-                found.append(number)
+                numbers.append(number)
                 for kind, t in states.items():
                     # one place more than there are tokens: padding that has none is written there
                     size = t.shape[0], t.shape[1], self.max_length + 1, t.shape[3]
-                    made = torch.zeros(size, dtype=t.dtype, device=t.device)  # not of its class: a checked run's part
-                    self.register_buffer(f"{kind}_{number}", made, persistent=False)
-        return found
+                    buffer = torch.zeros(size, dtype=t.dtype, device=t.device)  # not of its class: a checked run's part
+                    self.register_buffer(f"{kind}_{number}", buffer, persistent=False)
+        return numbers
 
     def forward(self, input_ids: Tensor, start: Tensor, last: Tensor) -> tuple[Tensor, ...]:
         """Logits ``[batch, vocabulary]`` of one token of each row, and the cache with this call's tokens.
@@ -101,7 +101,7 @@ class CachedModel(nn.Module):
         kind, start = type(self.model).__name__, torch.zeros_like(ids[:, 0])
         try:
             self(ids[:, :3], start, start + 2)
-            got = self(ids[:, 3:], start + 3, start)[0].float()
+            logits = self(ids[:, 3:], start + 3, start)[0].float()
         except BackendError:
             raise
         except Exception as e:  # whatever a model does with a cache that is not what it expects
@@ -109,7 +109,7 @@ class CachedModel(nn.Module):
         for buffer in self.buffers(recurse=False):
             buffer.zero_()
         limit = 1e-3 if whole.dtype == torch.float32 else 0.1  # of the largest: bfloat16 has 8 bits
-        worst = float((got - whole[:, -1].float()).abs().max() / (whole.abs().max() + 1e-6))
+        worst = float((logits - whole[:, -1].float()).abs().max() / (whole.abs().max() + 1e-6))
         if not worst <= limit:
             raise ValueError(
                 f"{kind} computes something else with its keys and values in buffers, its logits differ by "
@@ -129,13 +129,13 @@ def _check_takes_cache(model: Any, max_length: int) -> None:
     if head is None or config.is_encoder_decoder or not _takes(model, "past_key_values"):
         raise ValueError(f"{kind} is no causal language model that takes past_key_values")
     config = config.get_text_config()
-    for name, what in (
+    for name, meaning in (
         ("max_position_embeddings", "positions"),
         ("sliding_window", "tokens in its sliding window, and older ones would have to be forgotten"),
     ):
-        most = getattr(config, name, None)
-        if isinstance(most, int) and 0 < most < max_length:
-            raise ValueError(f"max_length={max_length}: {kind} has {name}={most} {what}; choose {most}")
+        limit = getattr(config, name, None)
+        if isinstance(limit, int) and 0 < limit < max_length:
+            raise ValueError(f"max_length={max_length}: {kind} has {name}={limit} {meaning}; choose {limit}")
 
 
 def trace_causal_lm(

@@ -52,14 +52,14 @@ def context_of(model: Any, ctx: ParallelContext, way: str | None) -> tuple[Comm,
         check_heads(model.config.num_attention_heads // tp, comm.size)
     if checked is not None:
         return comm, lambda tokens: checked
-    sizes, known = AttentionSizes.of(model, comm.size, tp), dict[int, Way]()
+    sizes, ways = AttentionSizes.of(model, comm.size, tp), dict[int, Way]()
 
     def chosen(tokens: int) -> Way:
-        if tokens not in known:
-            known[tokens], why = sizes.choose(tokens)
+        if tokens not in ways:
+            ways[tokens], why = sizes.choose(tokens)
             if ctx.rank == 0:
                 inform(why)
-        return known[tokens]
+        return ways[tokens]
 
     return comm, chosen
 
@@ -92,8 +92,8 @@ def _attention(
     """transformers' attention interface, over the tokens of all ranks of cp."""
     unknown = [n for n in ("s_aux", "position_bias") if options.get(n) is not None]
     if options.get("dropout") or unknown:
-        what = f"dropout={options['dropout']}" if options.get("dropout") else ", ".join(unknown)
-        raise ValueError(f"context parallelism has no attention with {what}, which {type(module).__name__} asks for")
+        feature = f"dropout={options['dropout']}" if options.get("dropout") else ", ".join(unknown)
+        raise ValueError(f"context parallelism has no attention with {feature}, which {type(module).__name__} asks for")
     context: DealtTokens = getattr(module, _CONTEXT)
     segments = None if attention_mask is None else attention_mask[:, 0, 0]
     causal = getattr(module, "is_causal", True) if options.get("is_causal") is None else options["is_causal"]
@@ -194,11 +194,11 @@ class AttentionSizes:
         """What a rank keeps for backward: scaled_dot_product_attention keeps keys for each query head, and the mask
         unless that is large. Not ``masked``: tokens see all earlier ones, which takes no mask where a rank has all
         queries."""
-        mine = tokens // self.cp
+        local = tokens // self.cp
         heads = {
-            "gather": 2 * (mine + tokens) * self.heads,
-            "ulysses": 4 * mine * self.heads,
-            "ring": 2 * mine * (self.heads + self.keys),
+            "gather": 2 * (local + tokens) * self.heads,
+            "ulysses": 4 * local * self.heads,
+            "ring": 2 * local * (self.heads + self.keys),
         }[way]
         pairs = self.pairs(way, tokens) if masked or (way == "gather" and self.cp > 1) else 0
         return (heads * self.head_dim + (pairs if pairs <= LARGEST_MASK else 0)) * self.itemsize
@@ -228,9 +228,9 @@ class AttentionSizes:
         # a mask too large to keep counts, too: it takes time, for keys that are hidden, and again in backward
         most = {w: self.kept(w, tokens) + max(self.pairs(w, tokens) - LARGEST_MASK, 0) * self.itemsize for w in ways}
         fit = [w for w in ways if w == "ring" or most[w] <= limit]
-        found = min(fit, key=lambda way: self.sent(way, tokens))
+        best = min(fit, key=lambda way: self.sent(way, tokens))
         costs = ", ".join(f"{w} {_mib(self.sent(w, tokens))} and {_mib(self.kept(w, tokens))}" for w in ways)
-        return found, (
-            f"context_parallel='auto' is {found!r} for {tokens} tokens over cp={self.cp}: an attention sends and keeps "
+        return best, (
+            f"context_parallel='auto' is {best!r} for {tokens} tokens over cp={self.cp}: an attention sends and keeps "
             f"for each sequence {costs}, and the rest of its layer keeps about {_mib(limit)}"
         )

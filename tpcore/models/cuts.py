@@ -77,11 +77,11 @@ def decide(model: nn.Module, rules: Mapping[str, Rule], expert_parallel: bool = 
         if rule is None or rule in (plan.REPLICATE, plan.LOCAL_PARAMETERS):
             continue
         _check_plain(name, module)
-        why = _mismatch(name, module, rule)
-        if why is None:
+        mismatch = _mismatch(name, module, rule)
+        if mismatch is None:
             matched.append((name, module, rule))
         else:
-            wrong[name] = why
+            wrong[name] = mismatch
     modules = {name for name, _ in model.named_modules()}
     bare, by_heads = defaultdict[str, dict[str, str]](dict), dict[str, Cut]()
     for name, p in model.named_parameters():
@@ -191,11 +191,11 @@ def attentions(model: nn.Module, cuts: list[Cut]) -> Iterator[tuple[nn.Module, i
     of_owner: dict[str, list[Cut]] = defaultdict(list)
     for cut in cuts:
         of_owner[cut.owner].append(cut)
-    for name, those in of_owner.items():
+    for name, owned in of_owner.items():
         owner = model.get_submodule(name)
-        columns = [cut for cut in those if cut.style in (plan.COLUMN, plan.QKV_COLUMN, plan.EMBEDDING_HEADS)]
+        columns = [cut for cut in owned if cut.style in (plan.COLUMN, plan.QKV_COLUMN, plan.EMBEDDING_HEADS)]
         if columns and head_size(owner) is not None:
-            rows = [features(cut.module)[0] for cut in those if cut.style == plan.ROW]
+            rows = [features(cut.module)[0] for cut in owned if cut.style == plan.ROW]
             widths = [features(c.module)[1] for c in columns if is_linear(c.module)]
             yield owner, max(rows or widths or [0]), columns
 

@@ -102,12 +102,12 @@ class DealtTokens:
     def _deal(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Its ``attention_mask`` is ``[batch, 1, 1, tokens of all ranks]`` with the segments, or has no tokens where
         there is one."""
-        kwargs, given = dict(batch), _tokens_of(batch)
-        length, places = given.shape[1], kwargs.get("position_ids")
+        kwargs, tokens = dict(batch), _tokens_of(batch)
+        length, places = tokens.shape[1], kwargs.get("position_ids")
         order = self.order(length)
-        segments = self._segments(kwargs.get("attention_mask"), places, given.shape)
+        segments = self._segments(kwargs.get("attention_mask"), places, tokens.shape)
         if places is None:
-            places = torch.arange(length, device=given.device)[None]
+            places = torch.arange(length, device=tokens.device)[None]
         if kwargs.get("labels") is not None and kwargs.get("shift_labels") is None and self.shifted:
             # before the cut: the next token may be another rank's
             kwargs["labels"] = F.pad(kwargs["labels"], (0, 1), value=IGNORED)[:, 1:]
@@ -116,7 +116,7 @@ class DealtTokens:
                 kwargs[name] = order.cut(kwargs[name])
         kwargs["position_ids"] = order.cut(places)
         # 4-D masks are left as they are by every model, so this one arrives at its attention
-        segments = given.new_empty(given.shape[0], 0, dtype=torch.int64) if segments is None else segments
+        segments = tokens.new_empty(tokens.shape[0], 0, dtype=torch.int64) if segments is None else segments
         kwargs["attention_mask"] = segments[:, None, None]
         return kwargs
 
@@ -139,8 +139,8 @@ class DealtTokens:
             )
         if kwargs.get("return_dict") is False:
             raise ValueError("return_dict=False with context parallelism: leave it out, the loss is .loss")
-        few = not isinstance(kwargs.get("logits_to_keep"), Tensor) and kwargs.get("logits_to_keep")
-        if kwargs.get("past_key_values") is not None or kwargs.get("use_cache") or few:
+        logits_to_keep = not isinstance(kwargs.get("logits_to_keep"), Tensor) and kwargs.get("logits_to_keep")
+        if kwargs.get("past_key_values") is not None or kwargs.get("use_cache") or logits_to_keep:
             raise ValueError(
                 "use_cache=True, past_key_values or logits_to_keep with context parallelism, which is for whole "
                 "sequences: generate on a model that was parallelized without it"
@@ -199,8 +199,8 @@ def _named(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> d
 
 
 def _tokens_of(kwargs: Mapping[str, Any]) -> Tensor:
-    found: Tensor = next(kwargs[n] for n in ("input_ids", "inputs_embeds") if kwargs.get(n) is not None)
-    return found
+    tokens: Tensor = next(kwargs[n] for n in ("input_ids", "inputs_embeds") if kwargs.get(n) is not None)
+    return tokens
 
 
 def _total(part: Tensor, comm: Comm) -> Tensor:

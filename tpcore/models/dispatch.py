@@ -44,11 +44,11 @@ class Dispatch:
         """What each of ``ranks`` sends in the forward of one layer, as in its backward: of a token its ``[H]`` there
         and back, and its ``[K]`` numbers and weights there. Sums over ranks are in float32 at least."""
         (tokens, choices), width = numbers.shape, x.shape[-1]
-        besides = choices * (numbers.element_size() + weights.element_size())
+        routing = choices * (numbers.element_size() + weights.element_size())
         seats = self.seats(tokens, choices, parts)
-        sent = (ranks - 1) * seats * (2 * width * x.element_size() + besides)
+        sent = (ranks - 1) * seats * (2 * width * x.element_size() + routing)
         both_ways = (x.element_size() + ops.sum_dtype(x, torch.float32).itemsize) * width
-        gathered = (ranks - 1) * tokens * (both_ways + besides)
+        gathered = (ranks - 1) * tokens * (both_ways + routing)
         way = self.way if self.way != AUTO else ALL_TO_ALL if sent < gathered else GATHERED
         return Route(way, seats, sent, gathered, asked=self.way != AUTO)
 
@@ -143,8 +143,8 @@ def one_program(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_
         return every_expert(experts, hidden_states, top_k_index, top_k_weights)
     from transformers.integrations.moe import batched_mm_experts_forward
 
-    made: Tensor = batched_mm_experts_forward(experts, hidden_states, top_k_index, top_k_weights)
-    return made
+    output: Tensor = batched_mm_experts_forward(experts, hidden_states, top_k_index, top_k_weights)
+    return output
 
 
 def every_expert(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ def every_expert(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     total = hidden_states.new_zeros(hidden_states.shape)
     for number in range(len(experts.down_proj)):
         share = (top_k_weights * (top_k_index == number)).sum(-1, keepdim=True)
-        total = total + (_made(experts, hidden_states, partial(_product, experts, number)) * share).to(total.dtype)
+        total = total + (_mlp(experts, hidden_states, partial(_product, experts, number)) * share).to(total.dtype)
     return total
 
 
@@ -164,10 +164,10 @@ def with_capacity(
     that are dropped. No value is read, and it costs the products of ``E seats`` tokens."""
     count = len(experts.down_proj)
     source, dropped = seated(top_k_index, count, seats)
-    mine = torch.arange(count, device=source.device).repeat_interleave(seats).unsqueeze(1)
-    share = (taken(top_k_weights, source) * (taken(top_k_index, source, -1) == mine)).sum(-1, keepdim=True)
+    expert = torch.arange(count, device=source.device).repeat_interleave(seats).unsqueeze(1)
+    share = (taken(top_k_weights, source) * (taken(top_k_index, source, -1) == expert)).sum(-1, keepdim=True)
     tokens = taken(hidden_states, source).chunk(count)
-    out = torch.cat([_made(experts, x, partial(_product, experts, i)) for i, x in enumerate(tokens)])
+    out = torch.cat([_mlp(experts, x, partial(_product, experts, i)) for i, x in enumerate(tokens)])
     return put((out * share).to(hidden_states.dtype), source, len(hidden_states)), dropped
 
 
@@ -182,37 +182,37 @@ def grouped(
     not. No value is read. Choices without an expert here, whose number is that of all, come last and count 0."""
     count, numbers = len(experts.down_proj), top_k_index.flatten()
     order = numbers.argsort(stable=True)
-    of, rows = numbers[order], order // top_k_index.shape[-1]
+    expert, rows = numbers[order], order // top_k_index.shape[-1]
     ends = (numbers <= torch.arange(count, device=numbers.device).unsqueeze(1)).sum(-1, dtype=torch.int32)
-    here = (of < count).unsqueeze(1)
+    here = (expert < count).unsqueeze(1)
 
     def product(name: str, x: Tensor) -> Tensor:
         weight = getattr(experts, name)
         # where, not a product: a kernel may leave NaN in rows of no expert, in outputs and in gradients
         y = kernel(torch.where(here, x, 0), weight if experts.is_transposed else weight.transpose(1, 2), ends)
         if y is None:
-            raise _NotTaken
+            raise _Unsupported
         y = torch.where(here, y, 0)
-        return y + getattr(experts, f"{name}_bias")[of.clamp(max=count - 1)] if experts.has_bias else y
+        return y + getattr(experts, f"{name}_bias")[expert.clamp(max=count - 1)] if experts.has_bias else y
 
     try:
-        out = _made(experts, hidden_states[rows], product)
-    except _NotTaken:
+        out = _mlp(experts, hidden_states[rows], product)
+    except _Unsupported:
         return None
     share = top_k_weights.flatten()[order].unsqueeze(1)
     return put((out * share).to(hidden_states.dtype), rows, hidden_states.shape[0])
 
 
-class _NotTaken(Exception):
+class _Unsupported(Exception):
     """A backend's kernel does not take tensors of this kind."""
 
 
-def _made(experts: Any, x: Tensor, product: Callable[[str, Tensor], Tensor]) -> Tensor:
+def _mlp(experts: Any, x: Tensor, product: Callable[[str, Tensor], Tensor]) -> Tensor:
     """What experts make of the tokens ``x``, with ``product`` by a matrix of theirs."""
     inner = product("gate_up_proj" if experts.has_gate else "up_proj", x)
     out = product("down_proj", experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner))
-    made: Tensor = experts.post_expert_norm(out) if getattr(experts, "has_post_expert_norm", False) else out
-    return made
+    normed: Tensor = experts.post_expert_norm(out) if getattr(experts, "has_post_expert_norm", False) else out
+    return normed
 
 
 def _product(experts: Any, number: int, name: str, x: Tensor) -> Tensor:

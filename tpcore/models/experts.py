@@ -64,21 +64,21 @@ class ShardedExperts(ParallelModule):
             self.add_module(name, child)
         self.shard_specs.update(specs)
         filled(self, inner)
-        whole = [spec for spec in specs.values() if spec.dim is not None]
-        self.distributed = all(spec.dim == 0 for spec in whole)
+        cut = [spec for spec in specs.values() if spec.dim is not None]
+        self.distributed = all(spec.dim == 0 for spec in cut)
         """Whether a rank of tp has some experts, and not features of all."""
-        self.of_a_rank = next(p for p in self._parameters.values() if p is not None).shape[0] if self._some else None
+        self.of_a_rank = next(p for p in self._parameters.values() if p is not None).shape[0] if self._spread else None
         """The number of experts that a rank has; None if it has features of all."""
         self.watchers: list[Callable[[Tensor], None]] = []
         """Called in each forward with the number of choices that this rank drops, of its own or for its experts."""
-        self._known = has_known_form(inner)
+        self._standard = has_known_form(inner)
         if self.of_a_rank is not None:
             # transformers' own forwards pass by numbers of experts that are not here, in this mode
             inner.num_experts = self.of_a_rank  # type: ignore[assignment]
             setattr(inner, _DISTRIBUTED, True)
 
     @property
-    def _some(self) -> bool:
+    def _spread(self) -> bool:
         return self.distributed or self.ep is not None
 
     def layout_of(self, name: str) -> Layout:
@@ -93,7 +93,7 @@ class ShardedExperts(ParallelModule):
         route = None if self.ep is None else self._routed(bound, self.ep)
         inputs |= {name: self._entered(value, route) for name, value in bound.items()}
         if self.of_a_rank is not None:
-            inputs[_NUMBERS], inputs[_WEIGHTS] = self._own(inputs[_NUMBERS], inputs[_WEIGHTS], self.of_a_rank)
+            inputs[_NUMBERS], inputs[_WEIGHTS] = self._local(inputs[_NUMBERS], inputs[_WEIGHTS], self.of_a_rank)
         self.inner.__dict__["_parameters"] = {name: self._used(name, p) for name, p in self._parameters.items()}
         try:
             out = self._computed(inputs, choices)
@@ -131,43 +131,43 @@ class ShardedExperts(ParallelModule):
             return GatherTokens(ep)
         n = self.of_a_rank or 1
         local = numbers - (self.tp.position * (n * ep.size) if self.distributed else 0)
-        to = torch.where((local >= 0) & (local < n * ep.size), local // n, ep.size)
-        source, dropped = seated(to, ep.size, route.seats)
+        destination = torch.where((local >= 0) & (local < n * ep.size), local // n, ep.size)
+        source, dropped = seated(destination, ep.size, route.seats)
         self._tell(dropped)
         return SendTokens(source, len(numbers), ep)
 
     def _computed(self, inputs: dict[str, Any], choices: torch.Size | None) -> Any:
         """What the experts here add, each to no more tokens than it has seats for. ``choices``: a rank's ``[T, K]``."""
         if choices is not None and self.dispatch.capacity_factor is not None:
-            every = next(iter(self.shard_specs.values())).shape[0]
+            num_experts = next(iter(self.shard_specs.values())).shape[0]
             tokens = choices[0] * (1 if self.ep is None else self.ep.size)
-            seats = self.dispatch.seats(tokens, choices[1], every)
+            seats = self.dispatch.seats(tokens, choices[1], num_experts)
             if seats < len(inputs[_NUMBERS]):
                 out, dropped = with_capacity(self.inner, **inputs, seats=seats)
                 self._tell(dropped)
                 return out
         backend = self._layout_ctx.backend
-        if self._known and type(backend).grouped_matmul is not Backend.grouped_matmul:
-            made = grouped(self.inner, backend.grouped_matmul, *inputs.values())
-            if made is not None:
-                return made
-        if self._known and exporting() and self.tp.eager and self.tp.reads_are_cheap and not torch.is_grad_enabled():
+        if self._standard and type(backend).grouped_matmul is not Backend.grouped_matmul:
+            output = grouped(self.inner, backend.grouped_matmul, *inputs.values())
+            if output is not None:
+                return output
+        if self._standard and exporting() and self.tp.eager and self.tp.reads_are_cheap and not torch.is_grad_enabled():
             return grouped(self.inner, grouped_matmul, *inputs.values())
         # a forward that is compiled cannot depend on the experts that are chosen
-        if self._known and (not self.tp.eager or torch.compiler.is_dynamo_compiling()):
+        if self._standard and (not self.tp.eager or torch.compiler.is_dynamo_compiling()):
             return one_program(self.inner, *inputs.values())
-        if self._known and self._some and self.inner.config._experts_implementation == "eager":  # type: ignore[union-attr]
+        if self._standard and self._spread and self.inner.config._experts_implementation == "eager":  # type: ignore[union-attr]
             # not every eager forward passes by numbers of experts that are not here: Nemotron-H's does not
             return grouped(self.inner, one_by_one, *inputs.values())
         # by place: transformers' implementations have not GPT-OSS's names
-        given = inspect.signature(self.inner.forward).bind(**inputs)
-        return self.inner(*given.args, **given.kwargs)
+        bound = inspect.signature(self.inner.forward).bind(**inputs)
+        return self.inner(*bound.args, **bound.kwargs)
 
     def _tell(self, dropped: Tensor) -> None:
         for watcher in self.watchers:
             watcher(dropped)
 
-    def _own(self, numbers: Tensor, weights: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    def _local(self, numbers: Tensor, weights: Tensor, n: int) -> tuple[Tensor, Tensor]:
         """The numbers of experts counted from this rank's first; those of other ranks are ``n``, without weight."""
         first = self.tp.position * n if self.distributed else 0
         if self.ep is not None:
@@ -224,17 +224,17 @@ def specs_of(
     """How the parameters of ``experts`` are cut over tp: by ``styles`` of their features, or ``distributed`` by
     experts. ``ep``: among how many ranks the experts of each are divided then. ValueError for parameters of which
     neither is surely right, and for experts that ep does not divide."""
-    kind, own = type(experts).__name__, dict(experts.named_parameters(recurse=False))
+    kind, parameters = type(experts).__name__, dict(experts.named_parameters(recurse=False))
     remedy = f"plan={{{plan.wildcard(name)!r}: 'replicate'}} leaves it whole on every rank"
-    if len(list(experts.parameters())) > len(own):
+    if len(list(experts.parameters())) > len(parameters):
         raise ValueError(f"{plan.wildcard(name)} ({kind}) has modules with parameters inside: {remedy}")
     if distributed or ep > 1:
-        asked = "expert_parallel=True" if distributed else f"ep={ep}"
-        counts = {p.shape[0] for p in own.values()}
+        option = "expert_parallel=True" if distributed else f"ep={ep}"
+        counts = {p.shape[0] for p in parameters.values()}
         named = {_NUMBERS, _WEIGHTS} <= inspect.signature(experts.forward).parameters.keys()
         if len(counts) > 1 or not named or not hasattr(experts, _DISTRIBUTED):
             raise ValueError(
-                f"{asked}: {plan.wildcard(name)} ({kind}) computes with all experts at once, "
+                f"{option}: {plan.wildcard(name)} ({kind}) computes with all experts at once, "
                 "and each rank would have some: leave it out, which shards the features of all"
             )
         count = counts.pop()
@@ -242,8 +242,8 @@ def specs_of(
             raise ValueError(f"ep={ep} does not divide the {count} experts of {plan.wildcard(name)}")
         if distributed:
             need = Need(name, count // ep, f"experts{f' on each of ep={ep} ranks' if ep > 1 else ''}")
-            return {leaf: ShardSpec(tuple(p.shape), 0) for leaf, p in own.items()}, [need]
-    specs = {leaf: _by_features(experts, leaf, tuple(p.shape), styles.get(leaf)) for leaf, p in own.items()}
+            return {leaf: ShardSpec(tuple(p.shape), 0) for leaf, p in parameters.items()}, [need]
+    specs = {leaf: _by_features(experts, leaf, tuple(p.shape), styles.get(leaf)) for leaf, p in parameters.items()}
     needs, cut = [], {}
     for leaf, spec in specs.items():
         if spec is None:

@@ -247,5 +247,5 @@ def _expanded(pattern: str) -> Iterator[str]:
     if braces is None:
         yield pattern
         return
-    for one in braces[1].split(","):
-        yield from _expanded(pattern[: braces.start()] + one + pattern[braces.end() :])
+    for alternative in braces[1].split(","):
+        yield from _expanded(pattern[: braces.start()] + alternative + pattern[braces.end() :])

@@ -121,12 +121,12 @@ def draw_inside(module: nn.Module, draws: Draws, spread: Switch | None = None) -
 
 def columns_by_owner(model: nn.Module, cuts: list[Cut]) -> dict[str, dict[str, ColumnParallelLinear]]:
     """The column layers whose outputs stay parts: by the name of their owner, then by their name in it."""
-    found: dict[str, dict[str, ColumnParallelLinear]] = defaultdict(dict)
+    columns: dict[str, dict[str, ColumnParallelLinear]] = defaultdict(dict)
     for cut in cuts:
         layer = model.get_submodule(cut.name)
         if cut.style in _COLUMNS and isinstance(layer, ColumnParallelLinear):
-            found[cut.owner][cut.name.rpartition(".")[2]] = layer
-    return found
+            columns[cut.owner][cut.name.rpartition(".")[2]] = layer
+    return columns
 
 
 def share_inputs(model: nn.Module, cuts: list[Cut], copy: Callable[[Tensor], Tensor] | None = None) -> set[str]:
@@ -172,15 +172,15 @@ def _substitute(module: nn.Module, function: partial[Tensor | None]) -> None:
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # not functional_call: it calls the module, whose hooks would run a second time
-        kept = []
+        saved = []
         try:
-            for module, where, values in _substitutes(self):
-                kept.append((module, where, module.__dict__[where]))
-                module.__dict__[where] = values
+            for module, table, values in _substitutes(self):
+                saved.append((module, table, module.__dict__[table]))
+                module.__dict__[table] = values
             return original.forward(self, *args, **kwargs)
         finally:
-            for module, where, values in kept:
-                module.__dict__[where] = values
+            for module, table, values in saved:
+                module.__dict__[table] = values
 
     module.__dict__[_SUBSTITUTED] = function
     module.__class__ = with_forward(original, forward)
@@ -198,12 +198,12 @@ def _substitutes(module: nn.Module) -> Iterator[tuple[nn.Module, str, dict[str, 
     yield module, "_parameters", {name: function(p) for name, p in module._parameters.items()}
     lists = [child for child in module.children() if isinstance(child, nn.ModuleList)]
     for of_heads in lists if function.func is _of_heads else ():
-        every = list(of_heads.children())
-        names = [name for name, _ in every[0].named_parameters()]
-        local = {name: function(torch.stack([e.get_parameter(name) for e in every])) for name in names}
-        mine = every[: len(local[names[0]])]
-        yield of_heads, "_modules", {str(i): element for i, element in enumerate(mine)}
-        for i, element in enumerate(mine):
+        heads = list(of_heads.children())
+        names = [name for name, _ in heads[0].named_parameters()]
+        local = {name: function(torch.stack([e.get_parameter(name) for e in heads])) for name in names}
+        local_heads = heads[: len(local[names[0]])]
+        yield of_heads, "_modules", {str(i): element for i, element in enumerate(local_heads)}
+        for i, element in enumerate(local_heads):
             yield element, "_parameters", {**element._parameters, **{n: t[i] for n, t in local.items()}}
 
 

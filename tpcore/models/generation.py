@@ -67,8 +67,8 @@ def _local_heads(model: Any) -> int:
     ids = torch.ones(1, 1, dtype=torch.int64, device=model.device)
     with torch.no_grad():
         cache = model(input_ids=ids, use_cache=True).past_key_values
-    kept = [getattr(layer, "keys", None) for layer in getattr(cache, "layers", ())]
-    heads = {t.shape[1] for t in kept if isinstance(t, Tensor) and t.ndim == 4}
+    keys = [getattr(layer, "keys", None) for layer in getattr(cache, "layers", ())]
+    heads = {t.shape[1] for t in keys if isinstance(t, Tensor) and t.ndim == 4}
     if len(heads) != 1:
         raise ValueError(
             f"{type(model).__name__} has layers with {sorted(heads)} key and value heads on a rank: the paged cache of "
@@ -102,8 +102,8 @@ def _bytes(model: Any, heads: int, step: int) -> int:
     config = model.config.get_text_config()
     queries: int = config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // queries
-    kept, copied = 2 * config.num_hidden_layers * heads * size, (2 * queries + heads) * size
-    return int((kept + copied + 2 * step) * model.dtype.itemsize)
+    cached, copied = 2 * config.num_hidden_layers * heads * size, (2 * queries + heads) * size
+    return int((cached + copied + 2 * step) * model.dtype.itemsize)
 
 
 class _Awake(Event):

@@ -46,8 +46,8 @@ _MESSAGES = {
 
 
 def _resize(model: nn.Module, *_: Any, **__: Any) -> NoReturn:
-    what = f"the vocabulary of this {type(model).__name__} is cut over ranks"
-    raise ValueError(f"{what}: call resize_token_embeddings before tpcore.parallelize")
+    reason = f"the vocabulary of this {type(model).__name__} is cut over ranks"
+    raise ValueError(f"{reason}: call resize_token_embeddings before tpcore.parallelize")
 
 
 def guard(model: nn.Module) -> None:

@@ -56,19 +56,19 @@ class ExpertLoad:
 
     def read(self) -> dict[str, Load]:
         """By name of the layer of experts; counting starts anew. Collective over the data ranks."""
-        found = {}
+        loads = {}
         for name, counts in self._counts.items():
             total = self._ctx.data.all_reduce(counts).cpu().double()
-            made = total.sum().clamp_min(1)
-            share = total / made
+            choices = total.sum().clamp_min(1)
+            share = total / choices
             entropy = -float(torch.special.xlogy(share, share).sum()) / math.log(max(len(share), 2))
             dropped, layer = self._ctx.data.all_reduce(self._dropped.get(name, counts.new_zeros(1))), self._layers[name]
             if isinstance(layer, ShardedExperts) and layer.distributed:
                 dropped = layer.tp.all_reduce(dropped)
-            found[name] = Load(share, entropy, float(dropped) / float(made))
+            loads[name] = Load(share, entropy, float(dropped) / float(choices))
         self._counts.clear()
         self._dropped.clear()
-        return found
+        return loads
 
     def close(self) -> None:
         """Count no further forward."""
@@ -82,9 +82,9 @@ class ExpertLoad:
         chosen = _signature(module).bind_partial(*args, **kwargs).arguments[_NUMBERS].detach().flatten()
         if name not in self._counts:
             # the first dims of whole parameters are the number of experts
-            own = dict(module.named_parameters(recurse=False))
-            marks: Mapping[str, Any] = module.shard_specs if isinstance(module, ShardedExperts) else own
-            size = max(marks[key].shape[0] for key in own)
+            parameters = dict(module.named_parameters(recurse=False))
+            marks: Mapping[str, Any] = module.shard_specs if isinstance(module, ShardedExperts) else parameters
+            size = max(marks[key].shape[0] for key in parameters)
             self._counts[name] = torch.zeros(size, dtype=torch.int64, device=chosen.device)
         self._counts[name].scatter_add_(0, chosen.long(), torch.ones_like(chosen, dtype=torch.int64))
 

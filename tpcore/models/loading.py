@@ -163,13 +163,13 @@ def read_parts(model: nn.Module, weights: Weights, ctx: ParallelContext, quantiz
     the same objects. Raises CheckpointError on every rank if a tensor does not fit or still has no values
     afterwards."""
     if quantize is not None:
-        named = quantized.layers_of(model)
-        prefixes = tuple(f"{name}." for name, _ in named)
-        for part, layer in quantized.apart(model, named):
+        layers = quantized.layers_of(model)
+        prefixes = tuple(f"{name}." for name, _ in layers)
+        for part, layer in quantized.apart(model, layers):
             names = part.state_dict(keep_vars=True).keys()
             rest = layer is None
-            own = {n: t for n, t in weights.tensors.items() if (not n.startswith(prefixes) if rest else n in names)}
-            read_parts(part, replace(weights, tensors=own), ctx)
+            tensors = {n: t for n, t in weights.tensors.items() if (not n.startswith(prefixes) if rest else n in names)}
+            read_parts(part, replace(weights, tensors=tensors), ctx)
             if layer is not None:
                 quantized.quantize(model, layer, quantize)
         model.__dict__.pop(FILES, None)
@@ -184,10 +184,10 @@ def read_parts(model: nn.Module, weights: Weights, ctx: ParallelContext, quantiz
         loading.compare(model)
     loading.run()
     with together(ctx):
-        left = [n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
-        if left:
+        missing = [n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
+        if missing:
             raise CheckpointError(
-                f"{path} holds no values for {', '.join(left)}, and the model made none: set them before, or "
+                f"{path} holds no values for {', '.join(missing)}, and the model made none: set them before, or "
                 "load without tpcore.lazy()"
             )
     model.__dict__.pop(FILES, None)

@@ -38,15 +38,19 @@ class ShardedLora(lora.Linear):  # type: ignore[misc, unused-ignore]
     def shard(self, name: str) -> None:
         """The whole adapter ``name`` becomes this rank's part; its Parameters stay the same objects."""
         base: Any = self.get_base_layer()
-        blocks, own = base.shard_specs["weight"].blocks, {"group": base.tp}
+        blocks, options = base.shard_specs["weight"].blocks, {"group": base.tp}
         self.fan_in_fan_out = bool(base.transposed)
         a, b = self.lora_A[name], self.lora_B[name]
         part: ColumnParallelLinear | RowParallelLinear
         if isinstance(base, ColumnParallelLinear):
             if base.__dict__.get(IS_HEAD):
                 raise ValueError(HEAD.format(f"of {base.out_features} features"))
-            own |= {"gather_output": base.gather_output, "pad": base.features.padded, "sequence_dim": base.sequence_dim}
-            self.lora_B[name] = part = keeping(ColumnParallelLinear.from_plain(b, blocks=blocks, **own), b)
+            options |= {
+                "gather_output": base.gather_output,
+                "pad": base.features.padded,
+                "sequence_dim": base.sequence_dim,
+            }
+            self.lora_B[name] = part = keeping(ColumnParallelLinear.from_plain(b, blocks=blocks, **options), b)
             if base.input_is_copied:
                 # one copy of the input, for all layers that read it, sums its gradient: what A adds to it has
                 # to be this rank's part too
@@ -55,7 +59,7 @@ class ShardedLora(lora.Linear):  # type: ignore[misc, unused-ignore]
                 sum_gradients(a, base.tp)
         else:
             split, pad = base.input_is_parallel, base.features.padded
-            row = RowParallelLinear.from_plain(a, input_is_parallel=split, blocks=blocks, pad=pad, **own)
+            row = RowParallelLinear.from_plain(a, input_is_parallel=split, blocks=blocks, pad=pad, **options)
             self.lora_A[name] = part = keeping(row, a)
             sum_gradients(b, base.tp, partial(_has_some_tokens, base))
         part.register_load_state_dict_pre_hook(take_part)
@@ -78,15 +82,15 @@ class ShardedLora(lora.Linear):  # type: ignore[misc, unused-ignore]
             for a, _ in layers.values():
                 a.sequence_dim = base.sequence_dim
         if self.disable_adapters or self.merged or kwargs.get("adapter_names") is not None:
-            result: Tensor = super().forward(x, *args, **kwargs)
-            return result
+            output: Tensor = super().forward(x, *args, **kwargs)
+            return output
         # before the base layer: what drops elements of x draws as it does for x, not for the layer's output
         added = []
         for name, (a, b) in layers.items():
-            taken = self.lora_dropout[name](self._cast_input_dtype(x, a.weight.dtype))
-            added.append(b(a(taken)) * self.scaling[name])
-        result = self.base_layer(x, *args, **kwargs)
-        return sum(added, result).to(result.dtype)
+            inputs = self.lora_dropout[name](self._cast_input_dtype(x, a.weight.dtype))
+            added.append(b(a(inputs)) * self.scaling[name])
+        output = self.base_layer(x, *args, **kwargs)
+        return sum(added, output).to(output.dtype)
 
 
 class ShardedLoraEmbedding(lora.Embedding):  # type: ignore[misc, unused-ignore]
@@ -101,8 +105,8 @@ class ShardedLoraEmbedding(lora.Embedding):  # type: ignore[misc, unused-ignore]
 
     def get_delta_weight(self, adapter: str) -> Tensor:
         base: Any = self.get_base_layer()
-        delta, found = super().get_delta_weight(adapter), sharding(base.weight)
-        return delta if found is None else found.layout.shard(delta, found.ctx.rank, found.ctx.mesh)
+        delta, mark = super().get_delta_weight(adapter), sharding(base.weight)
+        return delta if mark is None else mark.layout.shard(delta, mark.ctx.rank, mark.ctx.mesh)
 
 
 HEAD = (
@@ -113,18 +117,18 @@ LAYERS = {ColumnParallelLinear: ShardedLora, RowParallelLinear: ShardedLora, Par
 """By the sharded layer, the class of its adapters: as peft takes it for layers that it does not know."""
 
 
-def refuse(config: Any, *, made: bool = False) -> None:
-    """Raise ValueError for what is not right, or was not tried, on a sharded layer. ``made``: the adapters
+def refuse(config: Any, *, initialized: bool = False) -> None:
+    """Raise ValueError for what is not right, or was not tried, on a sharded layer. ``initialized``: the adapters
     have values already, of whole weights."""
     kind = getattr(config.peft_type, "value", config.peft_type)
     if kind != "LORA":
         raise ValueError(f"adapters of a sharded model are LoRA's, not {kind}: train them on the whole model")
     wrong = {name: value for name in _REFUSED.split() if (value := getattr(config, name, None))}
-    if not made and isinstance(config.init_lora_weights, str) and config.init_lora_weights != "gaussian":
+    if not initialized and isinstance(config.init_lora_weights, str) and config.init_lora_weights != "gaussian":
         wrong["init_lora_weights"] = config.init_lora_weights  # made of the whole weight
     if wrong:
-        named = ", ".join(f"{name}={value!r}" for name, value in wrong.items())
-        raise ValueError(f"LoraConfig({named}) is not there for a sharded model: leave it out")
+        options = ", ".join(f"{name}={value!r}" for name, value in wrong.items())
+        raise ValueError(f"LoraConfig({options}) is not there for a sharded model: leave it out")
 
 
 _REFUSED = """
@@ -136,6 +140,6 @@ arrow_config velora_config monteclora_config kasa_config megatron_config
 def take_part(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Before a load: of a whole tensor, as a file of adapters has it, this rank's part."""
     for name, p in module.named_parameters(recurse=False):
-        found, value = sharding(p), state.get(prefix + name)
-        if found is not None and value is not None and value.shape == found.layout.shape != p.shape:
-            state[prefix + name] = found.layout.shard(value, found.ctx.rank, found.ctx.mesh)
+        mark, stored = sharding(p), state.get(prefix + name)
+        if mark is not None and stored is not None and stored.shape == mark.layout.shape != p.shape:
+            state[prefix + name] = mark.layout.shard(stored, mark.ctx.rank, mark.ctx.mesh)

@@ -45,8 +45,8 @@ class VocabularyLoss:
             labels = F.pad(labels, (0, 1), value=ignored)[..., 1:]
         if labels is None:
             raise ValueError("the loss over a cut vocabulary needs labels, or shift_labels")
-        each = parallel_cross_entropy(logits, labels, smoothing, ignored, vocab_size=vocab, group=self._head.tp)
-        total: Tensor = each.sum() / ((labels != ignored).sum() if num_items_in_batch is None else num_items_in_batch)
+        losses = parallel_cross_entropy(logits, labels, smoothing, ignored, vocab_size=vocab, group=self._head.tp)
+        total: Tensor = losses.sum() / ((labels != ignored).sum() if num_items_in_batch is None else num_items_in_batch)
         return total
 
 

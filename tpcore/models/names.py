@@ -38,8 +38,8 @@ class Split(Generic[Source]):
     def pieces(self) -> Iterator[Tensor]:
         if self.name not in self.values:
             pieces = list(self.source.pieces())
-            value = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-            self.values.update(_stored_as(self.model, {self.of: value}))
+            tensor = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+            self.values.update(_stored_as(self.model, {self.of: tensor}))
         yield self.values.pop(self.name).contiguous()
 
 
@@ -47,9 +47,9 @@ def in_files(model: Any, tensors: Mapping[str, Source]) -> dict[str, Source | Sp
     """What files have of ``tensors``, which are named as in the model: by names in files."""
     sizes = {i + 1: name for i, name in enumerate(tensors)}  # a number of entries identifies a tensor once renamed
     with suppress(CheckpointError):
-        answer = _stored_as(model, {name: torch.empty(size, device="meta") for size, name in sizes.items()})
-        names = {sizes.get(len(t)): new for new, t in answer.items() if t.ndim == 1}
-        if names.keys() == tensors.keys() and len(answer) == len(tensors):
+        renamed = _stored_as(model, {name: torch.empty(size, device="meta") for size, name in sizes.items()})
+        names = {sizes.get(len(t)): new for new, t in renamed.items() if t.ndim == 1}
+        if names.keys() == tensors.keys() and len(renamed) == len(tensors):
             return {names[name]: t for name, t in tensors.items()}
     values: dict[str, Tensor] = {}
     stored: dict[str, Source | Split[Source]] = {}
@@ -66,14 +66,14 @@ def _stored_as(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     from transformers.core_model_loading import revert_weight_conversion
 
     try:
-        answer: dict[str, Tensor] = revert_weight_conversion(model, dict(tensors))
+        stored: dict[str, Tensor] = revert_weight_conversion(model, dict(tensors))
     except Exception as e:
         raise CheckpointError(
             f"{type(model).__name__} is stored with {next(iter(tensors))} merged with others, which is not done one by "
             "one: model.save_pretrained(dir, state_dict=tpcore.models.full_state_dict(model)) holds all of it in "
             f"memory: {e}"
         ) from e
-    return answer
+    return stored
 
 
 def _path_of(config: str | os.PathLike[str], name: str) -> Path:
@@ -93,13 +93,13 @@ def model_of(config: str | os.PathLike[str]) -> Any:
     try:
         entries = json.loads(read_file(str(path)))
         kind = getattr(transformers, entries["architectures"][0])
-        made = kind.config_class.from_dict(entries)
+        model_config = kind.config_class.from_dict(entries)
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as e:
         raise CheckpointError(
             f"{path} names no model class of transformers {transformers.__version__} in 'architectures': {e}"
         ) from e
     with lazy():
-        return kind._from_config(made)
+        return kind._from_config(model_config)
 
 
 def stored_tensors(
@@ -109,14 +109,14 @@ def stored_tensors(
     model has merged, as experts, are split when they are written. CheckpointError for names that the model of
     ``config`` does not have, and for tensors that are missing."""
     model = model_of(config)
-    own = model.state_dict(keep_vars=True)
+    state = model.state_dict(keep_vars=True)
     tied = model.all_tied_weights_keys.items()
     targets = {name for name, source in tied if source in tensors}
-    unknown = sorted(tensors.keys() - own.keys())
-    missing = sorted(own.keys() - tensors.keys() - targets - {source for name, source in tied if name in tensors})
+    unknown = sorted(tensors.keys() - state.keys())
+    missing = sorted(state.keys() - tensors.keys() - targets - {source for name, source in tied if name in tensors})
     if unknown or missing:
-        what = f"has no {', '.join(unknown[:5])}" if unknown else f"also has {', '.join(missing[:5])}"
-        raise CheckpointError(f"{config}: a {type(model).__name__} {what}: this is a checkpoint of another model")
+        difference = f"has no {', '.join(unknown[:5])}" if unknown else f"also has {', '.join(missing[:5])}"
+        raise CheckpointError(f"{config}: a {type(model).__name__} {difference}: this is a checkpoint of another model")
     return in_files(model, {name: t for name, t in tensors.items() if name not in targets})
 
 
@@ -126,13 +126,13 @@ def adapter_tensors(config: str | os.PathLike[str], tensors: Mapping[str, Source
     path = _path_of(config, "adapter_config.json")
     if (bias := json.loads(read_file(str(path))).get("bias", "none")) != "none":
         raise CheckpointError(f"{path}: bias={bias!r} trains the model's own: write them with save_pretrained")
-    found = [(name, match) for name in tensors if (match := _OF_ADAPTER.fullmatch(name))]
-    adapters = sorted({match["adapter"] for _, match in found})
-    wanted = "default" if "default" in adapters else adapters[0] if len(adapters) == 1 else None
-    if wanted is None:
+    matches = [(name, match) for name in tensors if (match := _OF_ADAPTER.fullmatch(name))]
+    adapters = sorted({match["adapter"] for _, match in matches})
+    adapter = "default" if "default" in adapters else adapters[0] if len(adapters) == 1 else None
+    if adapter is None:
         raise CheckpointError(f"{path}: the checkpoint has the adapters {adapters}, and one is written, 'default'")
-    kept = [(name, m) for name, m in found if m["adapter"] == wanted]
-    return {m["owner"] + (m["kind"] or "") + m["leaf"]: tensors[name] for name, m in kept}
+    selected = [(name, m) for name, m in matches if m["adapter"] == adapter]
+    return {m["owner"] + (m["kind"] or "") + m["leaf"]: tensors[name] for name, m in selected}
 
 
 _OF_ADAPTER = re.compile(

@@ -62,10 +62,10 @@ def checked(user: Mapping[str, Rule], names: Iterable[str]) -> None:
 def unknown_style(name: str, kind: type, style: str, owner: str = "") -> str:
     """``owner``: the module of a parameter, which stays whole with it."""
     ours = kind.__module__.partition(".")[0] in ("torch", "transformers")
-    shown = kind.__name__ if ours else f"{kind.__module__}.{kind.__name__}"
+    class_name = kind.__name__ if ours else f"{kind.__module__}.{kind.__name__}"
     misspelt = style not in STYLES and kind is nn.Linear
-    known = f"; the styles are {', '.join(sorted(STYLES))}" if misspelt else ""
+    styles = f"; the styles are {', '.join(sorted(STYLES))}" if misspelt else ""
     return (
-        f"{name} ({shown}): style {style!r} is not supported for it: plan={{{wildcard(owner or name)!r}: "
-        f"'replicate'}} leaves it whole on every rank{known}"
+        f"{name} ({class_name}): style {style!r} is not supported for it: plan={{{wildcard(owner or name)!r}: "
+        f"'replicate'}} leaves it whole on every rank{styles}"
     )

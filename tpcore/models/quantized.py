@@ -17,10 +17,10 @@ def layers_of(model: nn.Module) -> list[tuple[str, Any]]:
     """The linear layers inside of numbered layers, which does not include heads. ValueError if there are none."""
     kinds = nn.Linear, ColumnParallelLinear, RowParallelLinear
     linear = [(name, m) for name, m in model.named_modules() if type(m) in kinds]
-    found = [(name, m) for name, m in linear if any(map(str.isdigit, name.split(".")))]
-    if not found:
+    layers = [(name, m) for name, m in linear if any(map(str.isdigit, name.split(".")))]
+    if not layers:
         raise ValueError(f"{type(model).__name__} has no nn.Linear in its layers, so there is nothing to quantize")
-    return found
+    return layers
 
 
 def check(model: nn.Module, dtype: torch.dtype | None, *, staged: bool) -> None:

@@ -27,9 +27,9 @@ def replace(model: nn.Module, cuts: Iterable[Cut], over: Callable[[Cut], Comm]) 
     cuts = list(cuts)
     children, owners = _places(model, "_modules"), _places(model, "_parameters")
     for group in _by_ties(cuts, owners):
-        made = [(cut, _made(cut, over(cut))) for cut in group]
-        _adopt(made, owners)
-        for cut, layer in made:
+        layers = [(cut, _parallel_layer(cut, over(cut))) for cut in group]
+        _adopt(layers, owners)
+        for cut, layer in layers:
             for parent, leaf in children[id(cut.module)] if layer is not None else ():
                 setattr(parent, leaf, layer)
     for cut in cuts:
@@ -45,12 +45,12 @@ def replace(model: nn.Module, cuts: Iterable[Cut], over: Callable[[Cut], Comm]) 
 
 def _places(model: nn.Module, table: str) -> Places:
     """The places (module, name) of each child or Parameter by id; one that is shared has several."""
-    found: Places = defaultdict(list)
+    places: Places = defaultdict(list)
     for module in model.modules():
         for name, item in vars(module)[table].items():
             if item is not None:
-                found[id(item)].append((module, name))
-    return found
+                places[id(item)].append((module, name))
+    return places
 
 
 def _by_ties(cuts: list[Cut], owners: Places) -> Iterator[list[Cut]]:
@@ -70,7 +70,7 @@ def _plain(old: nn.Module) -> nn.Module:
     return plain.train(old.training)
 
 
-def _made(cut: Cut, comm: Comm) -> ParallelModule | None:
+def _parallel_layer(cut: Cut, comm: Comm) -> ParallelModule | None:
     """The parallel layer, still with new parameters of its own; None if the style replaces nothing."""
     old, style, options = _plain(cut.module), cut.style, dict[str, Any](group=comm)
     conv = hasattr(old, "nf") and not isinstance(old, nn.Linear)
@@ -124,26 +124,26 @@ def _embedding(old: nn.Module, collect: bool = True, **options: Any) -> Parallel
     return layer
 
 
-def _adopt(made: list[tuple[Cut, ParallelModule | None]], owners: Places) -> None:
+def _adopt(replaced: list[tuple[Cut, ParallelModule | None]], owners: Places) -> None:
     """Give the old Parameters the new parts, and the new layers the old Parameters: an optimizer that was made before
     keeps its own, and tied ones stay tied. ValueError if one is cut differently at its places, or not at all."""
-    layers = {id(cut.module): (cut, layer) for cut, layer in made if layer is not None}
+    layers = {id(cut.module): (cut, layer) for cut, layer in replaced if layer is not None}
     parts: dict[int, tuple[nn.Parameter, Tensor]] = {}
     for cut, layer in layers.values():
         for name in layer.shard_specs:
             p, part = cut.module.get_parameter(name), layer.get_parameter(name).data
             for module, other in owners[id(p)]:
-                its, its_layer = layers.get(id(module), (None, None))
+                tied, tied_layer = layers.get(id(module), (None, None))
                 if (
-                    its is not None
-                    and its_layer is not None
-                    and its_layer.shard_specs[other] != layer.shard_specs[name]
+                    tied is not None
+                    and tied_layer is not None
+                    and tied_layer.shard_specs[other] != layer.shard_specs[name]
                 ):
                     raise ValueError(
-                        f"{cut.name}.{name} and {its.name}.{other} are one tied parameter, "
-                        f"cut as {cut.style} and as {its.style}: give both names one style"
+                        f"{cut.name}.{name} and {tied.name}.{other} are one tied parameter, "
+                        f"cut as {cut.style} and as {tied.style}: give both names one style"
                     )
-                if its is None and part.shape != p.shape and next(module.children(), None) is None:
+                if tied is None and part.shape != p.shape and next(module.children(), None) is None:
                     raise ValueError(
                         f"{cut.name}.{name} is tied to {other!r} of a {type(module).__name__}, which the plan leaves "
                         "whole: cut both, or neither with the style 'replicate'"

@@ -89,7 +89,7 @@ def _leave(stack: Stack, module: nn.Module, args: tuple[Any, ...], kwargs: dict[
     return _after(lambda tokens: stack.scatter(tokens.reshape(entered.shape)), module, args, output)
 
 
-def _asked(stacks: list[Stack], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _note_outputs(stacks: list[Stack], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """A hook that notes whether the caller wants outputs from between the blocks."""
     names = ("output_hidden_states", "output_attentions")
     wanted = any(kwargs.get(n, getattr(model.config, n, False)) for n in names)
@@ -122,19 +122,19 @@ def cut_sequence(model: nn.Module, cuts: list[Cut], comm: Comm, draws: Draws) ->
         for block in blocks.children():
             draw_inside(block, draws, stack)
         stacks.append(stack)
-    model.register_forward_pre_hook(partial(_asked, stacks), with_kwargs=True)
+    model.register_forward_pre_hook(partial(_note_outputs, stacks), with_kwargs=True)
 
 
 def _stacks(model: nn.Module, cuts: list[Cut]) -> Iterator[tuple[str, nn.ModuleList | PipelinedLayers]]:
     """The outermost lists of blocks with cut layers inside."""
-    found: list[str] = []
+    names: list[str] = []
     for name, module in model.named_modules():
-        inner = any(name.startswith(other + ".") for other in found)
+        nested = any(name.startswith(other + ".") for other in names)
         blocks = any(cut.name.startswith(name + ".") for cut in cuts)
-        if blocks and not inner and isinstance(module, nn.ModuleList | PipelinedLayers):
-            found.append(name)
+        if blocks and not nested and isinstance(module, nn.ModuleList | PipelinedLayers):
+            names.append(name)
             yield name, module
-    if not found:
+    if not names:
         raise ValueError(f"sequence_parallel=True: {type(model).__name__} has no list of blocks with cut layers")
 
 

@@ -32,8 +32,8 @@ def says(function: Callable[..., Any], pattern: str) -> bool:
     """Whether ``pattern`` occurs in the code of a function, as ``ast.unparse`` writes it, without its docstring."""
     definition = definition_of(function)
     body = [] if definition is None else getattr(definition, "body", [definition])
-    said = [node for node in body if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))]
-    return any(re.search(pattern, ast.unparse(node)) for node in said)
+    statements = [node for node in body if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))]
+    return any(re.search(pattern, ast.unparse(node)) for node in statements)
 
 
 def _parents(tree: ast.AST) -> dict[ast.AST, ast.AST]:
@@ -88,8 +88,8 @@ def argument_of_calls(forward: Callable[..., Any], children: set[str]) -> str | 
 def own_call(node: ast.Call) -> str:
     """The ``name`` in a call ``self.name(...)`` or ``self.name[...](...)``, else ""."""
     function = node.func.value if isinstance(node.func, ast.Subscript) else node.func
-    own = isinstance(function, ast.Attribute) and getattr(function.value, "id", "") == "self"
-    return function.attr if own and isinstance(function, ast.Attribute) else ""
+    on_self = isinstance(function, ast.Attribute) and getattr(function.value, "id", "") == "self"
+    return function.attr if on_self and isinstance(function, ast.Attribute) else ""
 
 
 def _of_call_or_shape(node: ast.Name, parent: ast.AST, children: set[str]) -> bool:
@@ -211,12 +211,12 @@ class Flow:
             return _NONE
         if isinstance(node, ast.Call):
             return self._call(node)
-        own = self.others & self.block._parameters.keys()
+        parameters = self.others & self.block._parameters.keys()
         if isinstance(node, ast.Name):  # a function that is called with the block may read its parameters
-            return Labels(own) if node.id == "self" else self._labels[node.id]
+            return Labels(parameters) if node.id == "self" else self._labels[node.id]
         if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "self":
-            self._lost |= {node.attr} & self.others - own
-            return Labels({node.attr} & own)
+            self._lost |= {node.attr} & self.others - parameters
+            return Labels({node.attr} & parameters)
         if isinstance(node, ast.Lambda):
             self._lose(node)
         for loop in getattr(node, "generators", []):
@@ -232,21 +232,21 @@ class Flow:
         """What a function returns, one entry for each element of a tuple, read with the values of this call; None
         if it is not understood. ``skip``: 1 for a method, whose first argument is the block."""
         definition = definition_of(function)
-        words = [str(k.arg) for k in node.keywords]
+        keywords = [str(k.arg) for k in node.keywords]
         starred = any(k.arg is None for k in node.keywords) or any(isinstance(a, ast.Starred) for a in node.args)
         if not isinstance(definition, ast.FunctionDef) or definition.args.vararg or starred or self._depth == _DEEPEST:
             return None
         names = [a.arg for a in definition.args.args][skip : len(node.args) + skip]
         values = [self._value(v) for v in (*node.args, *(k.value for k in node.keywords))]
         inner = copy.copy(self)  # what it finds of inputs and of the lost is this reading's
-        inner._labels = defaultdict(Labels, zip((*names, *words), values, strict=True))
+        inner._labels = defaultdict(Labels, zip((*names, *keywords), values, strict=True))
         inner._locals, inner._globals, inner._returned = _stored(definition), inspect.unwrap(function).__globals__, []
         inner._depth += 1
         inner._read(definition.body, certain=True)
-        found = inner._returned
-        if len({len(each) for each in found}) == 1:
-            return [_NONE.union(*each) for each in zip(*found, strict=True)]
-        return [_NONE.union(*(labels for each in found for labels in each))]
+        returned = inner._returned
+        if len({len(each) for each in returned}) == 1:
+            return [_NONE.union(*each) for each in zip(*returned, strict=True)]
+        return [_NONE.union(*(labels for each in returned for labels in each))]
 
     def _elements(self, node: ast.AST) -> list[Labels] | None:
         """What a call of a function of the block's module returns, such as queries and keys with their positions."""
@@ -267,9 +267,9 @@ class Flow:
             return inputs | {name}
         method = getattr(type(self.block), name, None) if name else None
         if inspect.isfunction(method):
-            found = self._inlined(method, node, 1)
-            if found is not None:
-                return _NONE.union(*found)
+            returned = self._inlined(method, node, 1)
+            if returned is not None:
+                return _NONE.union(*returned)
             self._lose(definition_of(method) or node)
         elif not name:
             if isinstance(node.func, ast.Attribute):  # a method may put its arguments into its object

@@ -71,8 +71,8 @@ def own_rules(model: Any) -> dict[str, Rule]:
     names |= {wildcard(name) for name, _ in model.named_parameters()}
     rules: dict[str, Rule] = {k: v for k, v in (getattr(model, "tp_plan", None) or {}).items() if k in names}
     for prefix, part in model.named_modules():
-        own = families.rules_of(part.config) if isinstance(part, PreTrainedModel) else {}
-        of_model = {f"{prefix}.{name}".removeprefix("."): rule for name, rule in own.items()}
+        of_family = families.rules_of(part.config) if isinstance(part, PreTrainedModel) else {}
+        of_model = {f"{prefix}.{name}".removeprefix("."): rule for name, rule in of_family.items()}
         rules |= {name: rule for name, rule in of_model.items() if wildcard(name) in names}
     return rules
 

@@ -35,8 +35,8 @@ class Weights:
 
     def with_initial(self, model: Any) -> Weights:
         """These, and what no file has and the model has made: it is cut as if a file had it."""
-        made = {n: t for n, t in model.state_dict().items() if n not in self.tensors}
-        values = {n: t for n, t in made.items() if isinstance(t, Tensor) and not t.is_meta}
+        initial = {n: t for n, t in model.state_dict().items() if n not in self.tensors}
+        values = {n: t for n, t in initial.items() if isinstance(t, Tensor) and not t.is_meta}
         return Weights(self.path, {**self.tensors, **in_memory(values, self.path)}, self)
 
 
@@ -53,28 +53,28 @@ class Conversion:
     def run(self) -> Mapping[str, Tensor]:
         """All that it makes, whole."""
         converter = copy.deepcopy(self.converter)
-        for pattern, name, item in self.parts:
+        for pattern, name, source in self.parts:
             # if not stored, a tensor of a GGUF file, which transformers reads when it is asked
-            value = torch.empty(item.shape, dtype=item.dtype) if isinstance(item, Stored) else item[...]
-            if isinstance(item, Stored):
-                item.first.read((0,) * value.ndim, value, False)
+            value = torch.empty(source.shape, dtype=source.dtype) if isinstance(source, Stored) else source[...]
+            if isinstance(source, Stored):
+                source.first.read((0,) * value.ndim, value, False)
             converter.add_tensor(self.target, name, pattern, value)
         model = SimpleNamespace(get_parameter=self.like.__getitem__, config=self.config)
-        made = converter.convert(self.target, model=model, config=self.config)
-        return {name: t[0] if isinstance(t, list) else t for name, t in made.items()}
+        converted = converter.convert(self.target, model=model, config=self.config)
+        return {name: t[0] if isinstance(t, list) else t for name, t in converted.items()}
 
-    def made(self) -> Iterator[tuple[str, Shard]]:
+    def shards(self) -> Iterator[tuple[str, Shard]]:
         """What the model has of it: read in parts, or made anew each time where an operation has no view."""
         first, *others = self.converter.target_patterns
         names = [self.target, *(self.target.replace(first, other) for other in others)]
         shapes = [tuple(self.like[name].shape) for name in names if name in self.like]
         stored = all(isinstance(item, Stored) for *_, item in self.parts)
         patterns = self.converter.source_patterns if stored else ()
-        sources = [[item.first for pattern, _, item in self.parts if pattern == one] for one in patterns]
-        seen = views(self.converter, sources, shapes) if stored and len(shapes) == len(names) else None
+        sources = [[item.first for p, _, item in self.parts if p == pattern] for pattern in patterns]
+        shards = views(self.converter, sources, shapes) if stored and len(shapes) == len(names) else None
         for i, name in enumerate(names):
             if name in self.like:
-                yield name, self._whole(name) if seen is None else seen[i]
+                yield name, self._whole(name) if shards is None else shards[i]
 
     def _whole(self, name: str) -> View:
         shape = tuple(self.like[name].shape)
@@ -97,7 +97,7 @@ def by_model_name(model: Any, stored: Mapping[str, Any], mapping: Sequence[Any])
     of_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
     state, prefix = model.state_dict(keep_vars=True), model.base_model_prefix
     # in the shapes that they have in a model that is not cut
-    like = {n: torch.empty(found.shape, dtype=state[n].dtype, device="meta") for n, found in layouts(model).items()}
+    like = {n: torch.empty(layout.shape, dtype=state[n].dtype, device="meta") for n, layout in layouts(model).items()}
     tensors: dict[str, Any] = {}
     conversions: dict[str, Conversion] = {}
     for name in sorted(stored, key=dot_natural_key):
@@ -110,7 +110,7 @@ def by_model_name(model: Any, stored: Mapping[str, Any], mapping: Sequence[Any])
         new = Conversion(target, of_pattern[pattern], like, model.config)
         conversions.setdefault(target, new).parts.append((pattern, name, stored[name]))
     for conversion in conversions.values():
-        for name, shard in conversion.made():
+        for name, shard in conversion.shards():
             tensors[name] = Stored.over_tp(name, ShardSpec(shard.shape), 1, None, lambda _, s=shard: s)  # type: ignore[misc]
     return tensors
 
@@ -185,12 +185,12 @@ def _divided(part: Shard, dim: int, first: int, size: int) -> View:
     return View([part], _moved(part.shape, dim, size), part.dtype, fill)
 
 
-def _transposed(part: Shard, one: int, other: int) -> View:
+def _transposed(part: Shard, dim0: int, dim1: int) -> View:
     def there(places: Sequence[int]) -> tuple[int, ...]:
-        return _moved(_moved(places, one, places[other]), other, places[one])
+        return _moved(_moved(places, dim0, places[dim1]), dim1, places[dim0])
 
     def fill(starts: Sequence[int], out: Tensor, check: bool) -> None:
-        part.read(there(starts), out.transpose(one, other), check)
+        part.read(there(starts), out.transpose(dim0, dim1), check)
 
     return View([part], there(part.shape), part.dtype, fill)
 

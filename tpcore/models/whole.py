@@ -33,20 +33,20 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     over the ranks that have the parts.
     """
     state = model.state_dict(keep_vars=True)
-    made = {id(t): whole(t) for t in {id(t): t for t in state.values()}.values()}
-    return {name: made[id(t)] for name, t in state.items()}
+    full = {id(t): whole(t) for t in {id(t): t for t in state.values()}.values()}
+    return {name: full[id(t)] for name, t in state.items()}
 
 
 @torch.no_grad()
 def whole(tensor: Tensor) -> Tensor:
     """One parameter or buffer, whole, on the CPU. Collective over the ranks that have its parts."""
-    found, part = sharding(tensor), tensor.detach()
-    layout = None if found is None else replace(found.layout, slot=None)  # of a stage: its ranks gather
-    if found is None or layout is None or not layout.axes_on(found.ctx.mesh):
+    mark, part = sharding(tensor), tensor.detach()
+    layout = None if mark is None else replace(mark.layout, slot=None)  # of a stage: its ranks gather
+    if mark is None or layout is None or not layout.axes_on(mark.ctx.mesh):
         return part.cpu().clone()
     if "ep" in layout.axes:
-        part, layout = found.ctx.comm("ep").all_gather(part, 0), layout.without("ep")
-    comm = found.ctx.comm(*layout.axes)
+        part, layout = mark.ctx.comm("ep").all_gather(part, 0), layout.without("ep")
+    comm = mark.ctx.comm(*layout.axes)
     parts = comm.all_gather(part.unsqueeze(0), 0).cpu()
     return layout.spec.unshard(list(parts))
 
@@ -104,8 +104,8 @@ def save_whole(
             error = e
     for group in files.values():
         for name in order_of(group):
-            item = group[name]
-            tensor = (item.source if isinstance(item, Split) else item).tensor
+            entry = group[name]
+            tensor = (entry.source if isinstance(entry, Split) else entry).tensor
             if id(tensor) not in done:
                 done.add(id(tensor))
                 whole(tensor)
@@ -131,22 +131,22 @@ def _stored(model: Any, done: set[int]) -> dict[str, Written]:
     targets, ignored = set(getattr(model, "all_tied_weights_keys", {})), model._keys_to_ignore_on_save or ()
     state = model.state_dict(keep_vars=True)
     sources = {id(t) for name, t in state.items() if name not in targets}
-    kept: dict[int, tuple[str, Gathered]] = {}
+    entries: dict[int, tuple[str, Gathered]] = {}
     for name, t in state.items():
         if name not in ignored and not (name in targets and id(t) in sources):
-            shape = tuple(t.shape) if (found := sharding(t)) is None else found.layout.shape
-            kept.setdefault(id(t), (name, Gathered(t, shape, t.dtype, done)))
-    return in_files(model, dict(kept.values()))
+            shape = tuple(t.shape) if (mark := sharding(t)) is None else mark.layout.shape
+            entries.setdefault(id(t), (name, Gathered(t, shape, t.dtype, done)))
+    return in_files(model, dict(entries.values()))
 
 
 def bytes_of(size: int | str) -> int:
     """A number of bytes, or of KB, MB, GB or TB."""
     if isinstance(size, int):
         return size
-    found = re.fullmatch(r"(\d+)\s*([KMGT]B)", size.upper())
-    if found is None:
+    match = re.fullmatch(r"(\d+)\s*([KMGT]B)", size.upper())
+    if match is None:
         raise ValueError(f"max_shard_size={size!r}: give bytes, or a size like '5GB'")
-    return int(found[1]) * {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}[found[2]]
+    return int(match[1]) * {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}[match[2]]
 
 
 def _write(model: Any, out: str, files: Mapping[str, Mapping[str, Written]]) -> None:

@@ -61,7 +61,7 @@ class GQAQKVColumnParallelLinear(PublishedAttributes):
         self.gather_output, self.fuse_qkv, self.use_bias = gather_output, fuse_qkv, bias
         self.kv_size_multiplier, self.arg_init_method = kv_size_multiplier, init_method
         self.sequence_dim = 0 if sequence_parallel_enabled else None
-        self.copy = partial(enter, how=(self.tp, self.sequence_dim, reduce_dtype))
+        self.copy = partial(enter, spec=(self.tp, self.sequence_dim, reduce_dtype))
         q, kv = self._blocks()
         self.q_output_size_per_partition, self.kv_output_size_per_partition = q.unit, kv.unit
         parts = {"qkv": (q, kv, kv)} if fuse_qkv else {"q": (q,), "k": (kv,), "v": (kv,)}

@@ -52,9 +52,9 @@ NOTES = {
 }
 
 
-def note(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+def note(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
     """Print the line of every option that is given as something else than its default, on rank 0."""
-    for name, value in given.items():
+    for name, value in options.items():
         if name in NOTES and value != defaults[name] and current().rank == 0:
             inform(f"{name}={value!r} needs nothing here: {NOTES[name]}")
 
@@ -94,8 +94,8 @@ class _Parallelism:
                 lazy_from=self.checkpoint_dir,
             )
         if self.gradient_checkpointing:  # which transformers has given another name in 5.23
-            made: Any = model
-            (getattr(made, "activation_checkpointing_enable", None) or made.gradient_checkpointing_enable)()
+            hf_model: Any = model
+            (getattr(hf_model, "activation_checkpointing_enable", None) or hf_model.gradient_checkpointing_enable)()
         return model if device is None else model.to(device)
 
 
@@ -222,9 +222,9 @@ class ParallelizersManager:
     def is_model_supported(cls, model_type_or_model: str | nn.Module) -> bool:
         """Whether ``tpcore.parallelize`` finds a plan for it: its own, or that of transformers."""
         if isinstance(model_type_or_model, str):
-            known = transformers.CONFIG_MAPPING
-            theirs = model_type_or_model in known and model_type_or_model not in REFUSED
-            planned = theirs and bool(getattr(known[model_type_or_model], "base_model_tp_plan", None))
+            configs = transformers.CONFIG_MAPPING
+            in_transformers = model_type_or_model in configs and model_type_or_model not in REFUSED
+            planned = in_transformers and bool(getattr(configs[model_type_or_model], "base_model_tp_plan", None))
             return planned or model_type_or_model in KINDS
         try:
             rules_of(checked_model(model_type_or_model), {})
@@ -237,8 +237,8 @@ class ParallelizersManager:
         """ValueError for a model that has no plan, with what to say instead."""
         if isinstance(model_type_or_model, str):
             if not cls.is_model_supported(model_type_or_model):
-                known = cls.get_supported_model_types()
-                raise ValueError(f"{model_type_or_model} has no plan in transformers and is not among {known}")
+                supported = cls.get_supported_model_types()
+                raise ValueError(f"{model_type_or_model} has no plan in transformers and is not among {supported}")
             return Parallelizer(model_type_or_model)
         rules_of(checked_model(model_type_or_model), {})
         return Parallelizer(model_type_or_model.config.model_type)

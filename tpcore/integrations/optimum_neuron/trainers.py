@@ -103,7 +103,7 @@ class NeuronTrainingArguments(transformers.TrainingArguments):
         if not self.zero_1:
             return False
         wide = {"master_dtype": self.optimizer_use_master_weights, "grad_dtype": self.optimizer_use_fp32_grad_acc}
-        return {name: torch.float32 for name, asked in wide.items() if (self.bf16 if asked is None else asked)}
+        return {name: torch.float32 for name, flag in wide.items() if (self.bf16 if flag is None else flag)}
 
 
 @dataclass
@@ -141,8 +141,8 @@ class NeuronTrainer(Trainer):
         model = None if model is None else plugin.parallelize_model(model)
         if (make := options.get("model_init")) is not None:
             options["model_init"] = wraps(make)(lambda *args: plugin.parallelize_model(make(*args)))
-        given = zip(_AFTER_ARGS, rest, strict=False)
-        super().__init__(model, args=args, zero1=args.zero1_options, **dict(given), **options)
+        positional = zip(_AFTER_ARGS, rest, strict=False)
+        super().__init__(model, args=args, zero1=args.zero1_options, **dict(positional), **options)
         trained = {p.dtype for p in self.model.parameters() if p.requires_grad}
         if torch.bfloat16 in trained and not args.zero_1 and current().rank == 0:
             inform("zero_1=False: bfloat16 weights without float32 copies; --zero_1, in 0.4 the default, keeps them")
@@ -189,5 +189,5 @@ class NeuronAccelerator(Accelerator):
         return super().prepare(*args, device_placement=device_placement)
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
-        known = getattr(optimizer, "optimizer", optimizer)
-        return super().prepare_optimizer(over_dp(known) if self.zero_1 else optimizer, device_placement)
+        plain = getattr(optimizer, "optimizer", optimizer)
+        return super().prepare_optimizer(over_dp(plain) if self.zero_1 else optimizer, device_placement)

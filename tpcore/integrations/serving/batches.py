@@ -56,16 +56,16 @@ class Batches(CBGenerateManager):
         if not ids:
             raise HTTPException(400, "the prompt has no tokens")
         if len(ids) >= self.limit:
-            told = f"the prompt has {len(ids)} tokens, and prompt and answer may have {self.limit} together"
-            raise HTTPException(400, told)
+            message = f"the prompt has {len(ids)} tokens, and prompt and answer may have {self.limit} together"
+            raise HTTPException(400, message)
         gen_config.max_new_tokens = min(gen_config.max_new_tokens, self.limit - len(ids))
         seed = getattr(gen_config, "seed", None)
         sampled = gen_config.do_sample and gen_config.temperature != 0
-        found: asyncio.Queue[Any] = asyncio.Queue()
+        queue: asyncio.Queue[Any] = asyncio.Queue()
         text, loop = getattr(processor, "tokenizer", processor)._tokenizer, asyncio.get_running_loop()
-        stream = Stream(self._cb, request_id, text, loop, found, response_parser=response_parser, config=gen_config)
+        stream = Stream(self._cb, request_id, text, loop, queue, response_parser=response_parser, config=gen_config)
         self._cb.register_result_handler(request_id, stream.take)
-        taken = self._cb.add_request(
+        accepted = self._cb.add_request(
             ids,
             request_id=request_id,
             streaming=True,
@@ -76,18 +76,18 @@ class Batches(CBGenerateManager):
             top_p=float(1.0 if gen_config.top_p is None else gen_config.top_p),
             seed=random.getrandbits(32) if seed is None else seed,  # of the first rank, for all
         )
-        if taken is None:
+        if accepted is None:
             self._cb.output_router.result_handlers.pop(request_id)
             raise CBWorkerDeadError(_ENDED)
-        return found, stream
+        return queue, stream
 
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
     ) -> tuple[str, int, list[int]]:
-        found, stream = self.generate_streaming(model, processor, inputs, gen_config, request_id)
+        queue, stream = self.generate_streaming(model, processor, inputs, gen_config, request_id)
         parts: list[str] = []
         try:
-            while (part := await found.get()) is not None:
+            while (part := await queue.get()) is not None:
                 if isinstance(part, _StreamError):
                     raise CBWorkerDeadError(json.loads(f'"{part.msg}"'))
                 parts.append(part)
@@ -103,7 +103,7 @@ class Stream(CBStreamer):
     def __init__(self, *args: Any, config: Any, **options: Any) -> None:
         """``config``: of the generation, with ``stop_strings``."""
         super().__init__(*args, **options)
-        self._config, self._held, self._over = config, "", False
+        self._config, self._pending, self._over = config, "", False
         stops, ends = config.stop_strings or [], config.eos_token_id
         self._stops = [stops] if isinstance(stops, str) else stops
         self._ends = ends if isinstance(ends, list) else [ends]
@@ -125,21 +125,21 @@ class Stream(CBStreamer):
             if self._over:
                 return
         if output.is_finished():
-            self._end(self._held, self.tokens[-1] in self._ends)
+            self._end(self._pending, self.tokens[-1] in self._ends)
 
     def _feed(self, text: str) -> None:
-        text = self._held + text
+        text = self._pending + text
         at = min((i for stop in self._stops if (i := text.find(stop)) >= 0), default=None)
         if at is not None:
             self.cancel()
             self._end(text[:at], True)
             return
-        begun = max(
+        overlap = max(
             (n for stop in self._stops for n in range(1, min(len(stop), len(text) + 1)) if text.endswith(stop[:n])),
             default=0,
         )
-        self._held = text[len(text) - begun :]
-        self._send(text[: len(text) - begun])
+        self._pending = text[len(text) - overlap :]
+        self._send(text[: len(text) - overlap])
 
     def _send(self, text: str) -> None:
         parser: Any = self._parser
@@ -187,7 +187,9 @@ class Sampling(ContinuousBatchingLogitsProcessor):
         return torch.zeros(len(states), dtype=torch.int32)
 
     def __call__(self, scores: Tensor, tensor_arg: Tensor) -> Tensor:
-        tokens = [int(choose(row, number, **how)) for row, (how, number) in zip(scores, self._rows, strict=False)]
+        tokens = [
+            int(choose(row, number, **options)) for row, (options, number) in zip(scores, self._rows, strict=False)
+        ]
         chosen = torch.zeros_like(scores)
         chosen[torch.arange(len(tokens)), tokens] = 1
         return chosen
@@ -205,9 +207,9 @@ def choose(
     # below the largest: at the smallest temperature the others become minus infinity, and nothing becomes no number
     best, tokens = ((wide - wide.max()) / max(temperature, 1e-6)).topk(k)
     chances = best.softmax(0)
-    taken = chances.cumsum(0) - chances < top_p
-    taken[0] = True  # a top_p that is 0 in float32 leaves the most likely one too
-    chances = torch.where(taken, chances, 0.0)
+    nucleus = chances.cumsum(0) - chances < top_p
+    nucleus[0] = True  # a top_p that is 0 in float32 leaves the most likely one too
+    chances = torch.where(nucleus, chances, 0.0)
     generator = torch.Generator(scores.device).manual_seed((seed * 1_000_003 + number) % 2**63)
     return tokens[torch.multinomial(chances, 1, generator=generator)]
 

@@ -39,26 +39,26 @@ _FULL = 16
 
 def engine_of(folder: str, dtype: str, length: int, requests: int, timeout: float) -> tuple[Any, Any, int]:
     """The sharded model, its engine, and how many tokens a prompt and its answer may have. Collective."""
-    named = dtype if dtype == "auto" else getattr(torch, dtype)
+    torch_dtype = dtype if dtype == "auto" else getattr(torch, dtype)
     with lazy():
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=named)
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch_dtype)
     parallelize(model.eval())
     config = model.generation_config
     if current().rank == 0 and (config.repetition_penalty or 1.0) != 1.0:
         inform(f"repetition_penalty={config.repetition_penalty} of the generation config is not applied")
-    most = min(model.config.get_text_config().max_position_embeddings, length)
+    max_length = min(model.config.get_text_config().max_position_embeddings, length)
     settings = transformers.ContinuousBatchingConfig(
         use_async_batching=False, use_cuda_graph=False, max_requests_per_batch=requests, cpu_group_timeout=timeout
     )
     engine = model.init_continuous_batching(
         transformers.GenerationConfig(max_new_tokens=1, do_sample=False, eos_token_id=config.eos_token_id),
         settings,
-        WorkloadHints(max_prompt_length=most, max_generated_length=0, num_requests=min(requests, _FULL)),
+        WorkloadHints(max_prompt_length=max_length, max_generated_length=0, num_requests=min(requests, _FULL)),
     )
     sample_by_request(engine)
     engine.output_router.output_queue = _Unread()
     sizes = engine.continuous_batching_config
-    return model, engine, min(most, sizes.num_blocks * sizes.page_size) if sizes.num_blocks else most
+    return model, engine, min(max_length, sizes.num_blocks * sizes.page_size) if sizes.num_blocks else max_length
 
 
 class _Unread(Queue[Any]):
@@ -73,11 +73,11 @@ async def _served(app: Any, engine: Any, listener: socket.socket, ready: int) ->
     waits: dict[str, Any] = {"timeout_graceful_shutdown": _PATIENCE, "timeout_keep_alive": _KEEP_ALIVE}
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, **waits))
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
-    told = False
+    announced = False
     while not serving.done():
-        if server.started and not told:
+        if server.started and not announced:
             os.write(ready, b"1")
-            told = True
+            announced = True
         if not engine.is_running():
             server.should_exit = True
         await asyncio.wait({serving}, timeout=_POLL)
@@ -94,8 +94,8 @@ def main(lifeline: int, fd: int, ready: int, options: dict[str, Any]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn has its own while it runs, and raises the signal again
         signal.signal(number, lambda *_: None)
     ctx = init(backend=options["backend"], tp=options["tp"], timeout=options["timeout"])
-    wanted = options["folder"], options["dtype"], options["length"], options["requests"]
-    model, engine, limit = engine_of(*wanted, options["timeout"])
+    engine_options = options["folder"], options["dtype"], options["length"], options["requests"]
+    model, engine, limit = engine_of(*engine_options, options["timeout"])
     engine.start()
     if ctx.rank > 0:
         engine._generation_thread.join()

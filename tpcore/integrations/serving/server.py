@@ -57,7 +57,7 @@ class _Completions(_Sampled, CompletionHandler):
 def application(name: str, model: Any, tokenizer: Any, batches: Batches) -> FastAPI:
     """``name``: the model's in requests."""
     app = FastAPI(openapi_url=None)
-    one: Any = SimpleNamespace(  # what transformers' handlers ask their models and generation state for
+    state: Any = SimpleNamespace(  # what transformers' handlers ask their models and generation state for
         force_model=name,
         _compile=False,
         process_model_name=lambda name: name,
@@ -66,7 +66,7 @@ def application(name: str, model: Any, tokenizer: Any, batches: Batches) -> Fast
         use_continuous_batching=lambda *_: True,
         get_manager=lambda *_, **__: batches,
     )
-    chat, completions = _Chat(one, one), _Completions(one, one)
+    chat, completions = _Chat(state, state), _Completions(state, state)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
@@ -128,21 +128,21 @@ def _line(error: Exception) -> str:
 
 
 async def _read(request: Request) -> bytes:
-    found = bytearray()
+    body = bytearray()
     async for chunk in request.stream():
-        found += chunk
-        if len(found) > _BYTES:
+        body += chunk
+        if len(body) > _BYTES:
             raise HTTPException(413, f"the body has more than {_BYTES} bytes")
-    return bytes(found)
+    return bytes(body)
 
 
 async def _json(request: Request) -> Any:
     try:
-        found = await asyncio.wait_for(_read(request), _WAIT)
+        raw = await asyncio.wait_for(_read(request), _WAIT)
     except asyncio.TimeoutError:
         raise HTTPException(408, f"the body did not come within {_WAIT} s") from None
     try:
-        body = json.loads(found)
+        body = json.loads(raw)
         json.dumps(body, ensure_ascii=False).encode()  # half a surrogate pair is in no text that a tokenizer takes
     except (ValueError, RecursionError) as e:
         raise HTTPException(400, f"the body is not JSON: {_line(e)}") from None
@@ -191,11 +191,11 @@ Rule = tuple[Callable[[Any], bool], str]
 """Whether a value is one of the option, and what such values are."""
 
 
-def _number(called: str, kinds: tuple[type, ...], low: float, high: float) -> Rule:
+def _number(noun: str, kinds: tuple[type, ...], low: float, high: float) -> Rule:
     def fits(value: Any) -> bool:
         return type(value) in kinds and bool(low <= value <= high)  # True is no number here
 
-    return fits, f"{called} from {low} to {high}"
+    return fits, f"{noun} from {low} to {high}"
 
 
 _whole, _real = partial(_number, "a whole number", (int,)), partial(_number, "a number", (int, float))
@@ -246,11 +246,11 @@ def malformed(body: Any, content: str) -> str | None:
     for name, values in _ONLY.items():
         if name in body and body[name] not in values:
             return f"{name}={_short(body[name])} is not supported: leave it out"
-    for name, (fits, what) in _RULES.items():
+    for name, (fits, description) in _RULES.items():
         if name in body and not fits(body[name]):
-            return f"{name}={_short(body[name])} is not {what}"
-    if taken := sorted(body.get("chat_template_kwargs", {}).keys() & _OF_THE_CALL):
-        return f"chat_template_kwargs has {', '.join(taken)}, which the server says itself"
+            return f"{name}={_short(body[name])} is not {description}"
+    if reserved := sorted(body.get("chat_template_kwargs", {}).keys() & _OF_THE_CALL):
+        return f"chat_template_kwargs has {', '.join(reserved)}, which the server says itself"
     if body.get("top_p") == 0:
         return "top_p=0 leaves no token: temperature=0 takes the most likely one"
     if content == "messages":

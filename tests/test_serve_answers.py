@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
+import socket
 from collections.abc import Callable, Coroutine
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +19,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 from transformers.generation.continuous_batching.continuous_api import OutputRouter
 
+from tpcore.integrations.serving import rank
 from tpcore.integrations.serving.batches import Batches
 from tpcore.integrations.serving.server import application
 
@@ -86,8 +90,8 @@ class Script:
 
 
 @pytest.fixture
-def run() -> Run:
-    """Runs a function of OpenAI's client and the engine behind it."""
+def web() -> tuple[Any, Script, Batches]:
+    """The application, and the engine behind it."""
     text = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
     text.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=text, unk_token="<unk>", eos_token="</s>")
@@ -95,11 +99,17 @@ def run() -> Run:
     tokenizer.response_template = {"defaults": {"role": "assistant"}, "start_anchor_pattern": r"w\d", "fields": FIELDS}
     ends = transformers.GenerationConfig(eos_token_id=WORDS.index("</s>"))
     model = SimpleNamespace(generation_config=ends, config=SimpleNamespace(model_type="none"))
+    engine = Script()
+    batches = Batches(engine, 64, 8)
+    return application("org/tiny", model, tokenizer, batches), engine, batches
+
+
+@pytest.fixture
+def run(web: tuple[Any, Script, Batches]) -> Run:
+    """Runs a function of OpenAI's client and the engine behind it."""
+    app, engine, _ = web
 
     def run(ask: Any) -> Any:
-        engine = Script()
-        app = application("org/tiny", model, tokenizer, Batches(engine, 64, 8))
-
         async def asked() -> Any:
             transport = httpx2.ASGITransport(app)
             http = openai.DefaultAsyncHttpxClient(transport=transport)
@@ -183,6 +193,39 @@ def test_an_error_that_comes_with_text_is_told(run: Run) -> None:
         return [first.choices[0].text, caught.value.message, body["code"]]
 
     assert run(ask) == ["f1", "a rank failed, and the ranks start again: rank 1 went", 503]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_signal_ends_what_is_not_answered_in_time(
+    web: tuple[Any, Script, Batches], stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app, engine, batches = web
+    engine.waits_for = 2  # another request, which does not come
+    monkeypatch.setattr(rank, "_PATIENCE", 0)
+    ready, write = os.pipe()
+
+    async def ask(listener: socket.socket) -> openai.APIError:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+        serving = asyncio.ensure_future(rank._served(app, engine, batches, listener, write))
+        async with openai.AsyncOpenAI(base_url=url, api_key="-", max_retries=0, timeout=60) as client:
+            asked = asyncio.ensure_future((streamed if stream else whole)(client, "w4"))
+            while not engine.requests:
+                await asyncio.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGTERM)
+            with pytest.raises(openai.APIError) as caught:
+                await asked
+        assert await asyncio.wait_for(serving, 60)
+        return caught.value
+
+    before = signal.signal(signal.SIGTERM, lambda *_: None)  # as a rank has it: uvicorn raises the signal again
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            assert "the server was told to end before this answer was complete" in asyncio.run(ask(listener)).message
+        assert os.read(ready, 1) == b"1"
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        os.close(ready)
+        os.close(write)
 
 
 def test_a_model_is_found_by_its_name(run: Run) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from transformers.generation.continuous_batching.cb_logits_processors import Con
 from transformers.generation.logits_process import LogitsProcessorList
 
 _ENDED = "a rank failed, and the ranks start again: ask again"
+_TOLD = "the server was told to end before this answer was complete"
 
 
 def first_line(error: Exception) -> str:
@@ -35,6 +37,11 @@ class Batches(CBGenerateManager):
         processor = self._cb.batch_processor
         running = len(processor.scheduler.active_requests) if processor is not None else 0
         return running, max(0, len(self._cb.output_router.result_handlers) - running)
+
+    def end(self) -> None:
+        """End all open requests."""
+        for callback, _ in [*self._cb.output_router.result_handlers.values()]:
+            callback(SimpleNamespace(error=_TOLD, is_finished=lambda: True))
 
     def init_cb(self, model: Any, gen_config: Any) -> None:
         """The engine runs since before the first request."""
@@ -133,8 +140,9 @@ class Stream(CBStreamer):
     def _take(self, output: Any) -> None:
         if output.error is not None:
             self._over = True
+            told = output.error == _TOLD
             why = f"a rank failed, and the ranks start again: {output.error.splitlines()[0]}"
-            self._queue.put_nowait(Failure(503, why))
+            self._queue.put_nowait(Failure(503, _TOLD if told else why))
             return
         for token in output.generated_tokens[len(self.tokens) :]:
             self.tokens.append(token)

@@ -36,15 +36,7 @@ def application(name: str, model: Any, tokenizer: Any, batches: Batches) -> Fast
     """``name``: the model's in requests."""
     app = FastAPI(openapi_url=None)
     served = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "tpcore"}
-    one: Any = SimpleNamespace(  # what transformers' handlers ask their models and generation state for
-        force_model=name,
-        _compile=False,
-        process_model_name=lambda name: name,
-        load_model_and_processor=lambda *_, **__: (model, tokenizer),
-        get_model_modality=lambda *_, **__: Modality.LLM,
-        use_continuous_batching=lambda *_: True,
-        get_manager=lambda *_, **__: batches,
-    )
+    one = _one(name, model, tokenizer, batches)
     chat, completions = Chat(one, one), Completions(one, one)
 
     @app.post("/v1/chat/completions")
@@ -75,6 +67,19 @@ def application(name: str, model: Any, tokenizer: Any, batches: Batches) -> Fast
         return _error(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
 
     return app
+
+
+def _one(name: str, model: Any, tokenizer: Any, batches: Batches) -> Any:
+    """What transformers' handlers ask their models and generation state for."""
+    return SimpleNamespace(
+        force_model=name,
+        _compile=False,
+        process_model_name=lambda name: name,
+        load_model_and_processor=lambda *_, **__: (model, tokenizer),
+        get_model_modality=lambda *_, **__: Modality.LLM,
+        use_continuous_batching=lambda *_: True,
+        get_manager=lambda *_, **__: batches,
+    )
 
 
 async def _answer(handler: Any, content: str, request: Request) -> Response:

@@ -40,6 +40,11 @@ PATIENCE = 240  # seconds for new ranks, on a machine that does much else
 GROWTH = 6  # MiB of a rank in 10,000 requests: outputs that were kept on the second rank were 11, and 1 on the first
 
 
+def limit(seconds: float) -> float:
+    """``seconds`` of a machine that has room for the ranks and this client."""
+    return seconds if os.getloadavg()[0] <= 2 * (os.cpu_count() or 1) else max(30, 4 * seconds)
+
+
 class Server:
     def __init__(self, folder: Path, *options: str, **environment: str) -> None:
         named = ["--name", "tiny", "--port", "0"]
@@ -241,8 +246,7 @@ class TestServer:
         # of an open stream the first rank's end is seen by the transport
         with pytest.raises(Exception, match=r"a rank failed, and the ranks start again|peer closed|[Cc]onnection"):
             list(parts)
-        # what is promised; a wait for a time-out, which a busy machine does not hide, would be a minute
-        assert time.monotonic() - killed < (30 if os.getloadavg()[0] > 2 * (os.cpu_count() or 1) else 5)
+        assert time.monotonic() - killed < limit(5)  # what is promised: no wait for a time-out, of a minute
         errors = [each.exception() for each in asked]
         assert all(isinstance(error, openai.APIError) for error in errors), errors
         if rank == 1:
@@ -516,6 +520,6 @@ def test_a_signal_before_it_serves_ends_it_at_once(folder: Path) -> None:
     assert "backend" in process.stderr.readline()  # a rank has begun to load the model
     process.send_signal(signal.SIGTERM)
     sent = time.monotonic()
-    assert process.wait(30) == 0
-    assert time.monotonic() - sent < 14  # the patience for open requests is 15 s, and there are none
+    assert process.wait(120) == 0
+    assert time.monotonic() - sent < limit(14)  # the patience for open requests is 15 s, and there are none
     process.stderr.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -96,6 +97,8 @@ def _not_compiled(ctx: ParallelContext, folder: Path, fault: str) -> list[str]:
         patch.setattr(torch._inductor, "aoti_compile_and_package", compile_)
         patch.setattr(torch._inductor, "aoti_load_package", load)
         patch.setattr(compiled, "WORTH", math.inf)
+        if fault == "no messages":
+            patch.setattr(compiled, "INTERFACE", Path(os.devnull))
         patch.setattr(compiled, "inform", said.append)
         weights = {"w": torch.full((3,), 2.0)}
         ctx.backend.trace(lambda w, x: [x[0] * w["w"]], weights, [torch.ones(3)], [{}], folder)
@@ -109,6 +112,7 @@ def _not_compiled(ctx: ParallelContext, folder: Path, fault: str) -> list[str]:
     ("fault", "words"),
     [
         ("no compiler", "RuntimeError: No working C++ compiler"),
+        ("no messages", "has no messages in its errors: use a newer torch"),
         ("no code", "is no package"),
         ("other numbers", "AssertionError: Tensor-likes are not close"),
     ],

@@ -20,6 +20,7 @@ from tpcore.backend.interface import LoadedProgram
 from tpcore.comm.comm import Comm
 from tpcore.comm.transport import Primitive, Transport
 from tpcore.comm.wrapper import DelegatingTransport
+from tpcore.errors import BackendError
 from tpcore.log import inform
 from tpcore.runtime.consensus import gather
 
@@ -28,6 +29,7 @@ WORTH = 0.98
 """Code is kept if a call takes at most this part of the graph's time: less is within what runs differ by."""
 _CALLS = 9
 _FAILED = ".failed"
+INTERFACE = Path(torch.__file__).parent / "include/torch/csrc/inductor/aoti_runtime/interface.h"
 
 
 class _Noting(DelegatingTransport):
@@ -124,6 +126,9 @@ def _compile(exported: Any, path: Path) -> str:
     options = {"cpp.dynamic_threads": True}  # those of the process that runs it, and not of the one that compiles it
 
     def run() -> None:
+        # torch 2.9's code prints what it raises and says no more than that a call failed
+        if "AOTInductorGetLastError" not in INTERFACE.read_text():
+            raise BackendError(f"code of torch {torch.__version__} has no messages in its errors: use a newer torch")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's own, of its own functions
             torch._inductor.aoti_compile_and_package(exported, package_path=str(part), inductor_configs=options)

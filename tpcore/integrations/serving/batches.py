@@ -5,22 +5,22 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from fastapi import HTTPException
 from torch import Tensor
-from transformers.cli.serving.utils import (
-    CBGenerateManager,
-    CBStreamer,
-    CBWorkerDeadError,
-    _StreamError,
-    response_events_to_chunks,
-)
+from transformers.cli.serving.utils import CBGenerateManager, CBStreamer, _StreamError, response_events_to_chunks
 from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessor
 from transformers.generation.logits_process import LogitsProcessorList
 
 _ENDED = "a rank failed, and the ranks start again: ask again"
+_TOLD = "the server was told to end before this answer was complete"
+
+
+def first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 class Batches(CBGenerateManager):
@@ -38,6 +38,11 @@ class Batches(CBGenerateManager):
         running = len(processor.scheduler.active_requests) if processor is not None else 0
         return running, max(0, len(self._cb.output_router.result_handlers) - running)
 
+    def end(self) -> None:
+        """End all open requests."""
+        for callback, _ in [*self._cb.output_router.result_handlers.values()]:
+            callback(SimpleNamespace(error=_TOLD, is_finished=lambda: True))
+
     def init_cb(self, model: Any, gen_config: Any) -> None:
         """The engine runs since before the first request."""
 
@@ -49,7 +54,7 @@ class Batches(CBGenerateManager):
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, response_parser: Any = None
     ) -> tuple[asyncio.Queue[Any], Stream]:
         if not self.is_alive():
-            raise CBWorkerDeadError(_ENDED)
+            raise HTTPException(503, _ENDED)
         if len(self._cb.output_router.result_handlers) >= self._most:
             raise HTTPException(429, f"{self._most} requests are open, and no more are taken: try again later")
         ids = inputs["input_ids"]
@@ -78,23 +83,36 @@ class Batches(CBGenerateManager):
         )
         if accepted is None:
             self._cb.output_router.result_handlers.pop(request_id)
-            raise CBWorkerDeadError(_ENDED)
+            raise HTTPException(503, _ENDED)
         return queue, stream
 
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
     ) -> tuple[str, int, list[int]]:
-        queue, stream = self.generate_streaming(model, processor, inputs, gen_config, request_id)
-        parts: list[str] = []
+        parts, stream = await self.parts(model, processor, inputs, gen_config, request_id)
+        return "".join(parts), len(inputs["input_ids"]), stream.tokens
+
+    async def parts(self, *request: Any, **options: Any) -> tuple[list[Any], Stream]:
+        """All that the stream of a request has: text, and with a parser reasoning and calls of tools."""
+        queue, stream = self.generate_streaming(*request, **options)
+        parts: list[Any] = []
         try:
             while (part := await queue.get()) is not None:
-                if isinstance(part, _StreamError):
-                    raise CBWorkerDeadError(json.loads(f'"{part.msg}"'))
+                if isinstance(part, Failure):
+                    raise part.error
                 parts.append(part)
         except asyncio.CancelledError:
             stream.cancel()
             raise
-        return "".join(parts), len(inputs["input_ids"]), stream.tokens
+        return parts, stream
+
+
+class Failure(_StreamError):
+    """The end of a request that failed."""
+
+    def __init__(self, status: int, why: str) -> None:
+        super().__init__(json.dumps(f"{status} {why}")[1:-1])  # transformers puts it between quotes
+        self.error = HTTPException(status, why)
 
 
 class Stream(CBStreamer):
@@ -110,13 +128,21 @@ class Stream(CBStreamer):
         self.tokens: list[int] = []
 
     def take(self, output: Any) -> None:
-        """The engine's callback, in the loop of the server."""
+        """The engine's callback, in the server's loop: an error here would also keep the step from other requests."""
         if self._over:
             return
+        try:
+            self._take(output)
+        except Exception as e:  # noqa: BLE001  the parser has no error of its own for a malformed call
+            self.cancel()
+            self._queue.put_nowait(Failure(500, f"the model's answer is not as its template says: {first_line(e)}"))
+
+    def _take(self, output: Any) -> None:
         if output.error is not None:
             self._over = True
+            told = output.error == _TOLD
             why = f"a rank failed, and the ranks start again: {output.error.splitlines()[0]}"
-            self._queue.put_nowait(_StreamError(json.dumps(why)[1:-1]))  # transformers puts it between quotes
+            self._queue.put_nowait(Failure(503, _TOLD if told else why))
             return
         for token in output.generated_tokens[len(self.tokens) :]:
             self.tokens.append(token)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import signal
 import socket
 import sys
 import threading
+import time
 from queue import Queue
 from typing import Any
 
@@ -29,6 +31,7 @@ from .batches import Batches, sample_by_request
 from .server import application
 
 _PATIENCE = 10  # seconds for open requests, when the server is told to end
+_LAST = 2  # seconds for those that were not answered in it to be told
 _KEEP_ALIVE = 75
 """Seconds that an idle connection stays open, longer than those of clients (httpx: 5) and proxies (60): a server that
 closes first does so while a request is on its way."""
@@ -68,18 +71,22 @@ class _Unread(Queue[Any]):
         pass
 
 
-async def _served(app: Any, engine: Any, listener: socket.socket, ready: int) -> bool:
+async def _served(app: Any, engine: Any, batches: Batches, listener: socket.socket, ready: int) -> bool:
     """Serve until a signal, or until the engine stops. Whether it was a signal."""
-    waits: dict[str, Any] = {"timeout_graceful_shutdown": _PATIENCE, "timeout_keep_alive": _KEEP_ALIVE}
+    waits: dict[str, Any] = {"timeout_graceful_shutdown": _PATIENCE + _LAST, "timeout_keep_alive": _KEEP_ALIVE}
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, **waits))
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
-    announced = False
+    announced, last = False, math.inf
     while not serving.done():
         if server.started and not announced:
             os.write(ready, b"1")
             announced = True
         if not engine.is_running():
             server.should_exit = True
+        elif server.should_exit:
+            last = min(last, time.monotonic() + _PATIENCE)
+            if time.monotonic() >= last:
+                batches.end()
         await asyncio.wait({serving}, timeout=_POLL)
     return bool(engine.is_running())
 
@@ -103,7 +110,7 @@ def main(lifeline: int, fd: int, ready: int, options: dict[str, Any]) -> int:
     tokenizer = transformers.AutoTokenizer.from_pretrained(options["folder"])
     batches = Batches(engine, limit, options["requests"])
     app = application(options["name"], model, tokenizer, batches)
-    if asyncio.run(_served(app, engine, socket.socket(fileno=fd), ready)):
+    if asyncio.run(_served(app, engine, batches, socket.socket(fileno=fd), ready)):
         engine.stop(block=True, timeout=_PATIENCE, hard_stop=True)
         return 0
     return _failed(engine)

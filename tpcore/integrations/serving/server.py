@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
@@ -17,12 +18,11 @@ from jinja2 import TemplateError
 from starlette.exceptions import HTTPException as RouteError
 from starlette.requests import ClientDisconnect
 from transformers import PreTrainedTokenizerBase
-from transformers.cli.serving.chat_completion import ChatCompletionHandler
-from transformers.cli.serving.completion import CompletionHandler
-from transformers.cli.serving.utils import CBWorkerDeadError, Modality
+from transformers.cli.serving.utils import Modality
 
 from ...log import log
-from .batches import Batches
+from .batches import Batches, first_line
+from .handlers import Chat, Completions
 
 _BYTES = 2**23  # of a body
 _WAIT = 30  # seconds for a body to come
@@ -32,41 +32,12 @@ _CLOSED = 499  # nginx's status for a client that left
 _POLL = 0.25  # seconds between looks whether a client is there
 
 
-class _Sampled:
-    """A temperature above 0 samples, whatever the model's default is. ``top_k`` is no option of OpenAI's."""
-
-    def _validate_request(self, body: dict[str, Any]) -> None:
-        super()._validate_request({n: v for n, v in body.items() if n != "top_k"})  # type: ignore[misc]
-
-    def _build_generation_config(self, body: dict[str, Any], *args: Any, **options: Any) -> Any:
-        config = super()._build_generation_config(body, *args, **options)  # type: ignore[misc]
-        if body.get("temperature"):
-            config.do_sample = True
-        config.top_k, config.seed = body.get("top_k", config.top_k), body.get("seed")
-        return config
-
-
-class _Chat(_Sampled, ChatCompletionHandler):
-    pass
-
-
-class _Completions(_Sampled, CompletionHandler):
-    pass
-
-
 def application(name: str, model: Any, tokenizer: Any, batches: Batches) -> FastAPI:
     """``name``: the model's in requests."""
     app = FastAPI(openapi_url=None)
-    state: Any = SimpleNamespace(  # what transformers' handlers ask their models and generation state for
-        force_model=name,
-        _compile=False,
-        process_model_name=lambda name: name,
-        load_model_and_processor=lambda *_, **__: (model, tokenizer),
-        get_model_modality=lambda *_, **__: Modality.LLM,
-        use_continuous_batching=lambda *_: True,
-        get_manager=lambda *_, **__: batches,
-    )
-    chat, completions = _Chat(state, state), _Completions(state, state)
+    served = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "tpcore"}
+    state = _handler_state(name, model, tokenizer, batches)
+    chat, completions = Chat(state, state), Completions(state, state)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
@@ -78,7 +49,11 @@ def application(name: str, model: Any, tokenizer: Any, batches: Batches) -> Fast
 
     @app.get("/v1/models")
     async def models() -> Response:
-        return JSONResponse({"object": "list", "data": [{"id": name, "object": "model", "owned_by": "tpcore"}]})
+        return JSONResponse({"object": "list", "data": [served]})
+
+    @app.get("/v1/models/{wanted:path}")
+    async def one_model(wanted: str) -> Response:
+        return JSONResponse(served) if wanted == name else _error(404, f"there is no model {wanted!r}, only {name!r}")
 
     @app.get("/health")
     async def health() -> Response:
@@ -94,6 +69,19 @@ def application(name: str, model: Any, tokenizer: Any, batches: Batches) -> Fast
     return app
 
 
+def _handler_state(name: str, model: Any, tokenizer: Any, batches: Batches) -> Any:
+    """What transformers' handlers ask their models and generation state for."""
+    return SimpleNamespace(
+        force_model=name,
+        _compile=False,
+        process_model_name=lambda name: name,
+        load_model_and_processor=lambda *_, **__: (model, tokenizer),
+        get_model_modality=lambda *_, **__: Modality.LLM,
+        use_continuous_batching=lambda *_: True,
+        get_manager=lambda *_, **__: batches,
+    )
+
+
 async def _answer(handler: Any, content: str, request: Request) -> Response:
     try:
         body = _plain(await _json(request))
@@ -105,13 +93,11 @@ async def _answer(handler: Any, content: str, request: Request) -> Response:
         return Response(status_code=_CLOSED)
     except HTTPException as e:
         return _error(e.status_code, str(e.detail))
-    except CBWorkerDeadError as e:
-        return _error(503, str(e))
     except (ValueError, TypeError, KeyError, TemplateError) as e:  # of the tokenizer and its template
-        return _error(400, f"the tokenizer and its chat template do not take this: {_line(e)}")
+        return _error(400, f"the tokenizer and its chat template do not take this: {first_line(e)}")
     except Exception as e:  # noqa: BLE001  whatever it is, this client has an answer, and the others go on
         log.exception("a request failed")
-        return _error(500, _line(e))
+        return _error(500, first_line(e))
 
 
 def _plain(body: Any) -> Any:
@@ -121,10 +107,6 @@ def _plain(body: Any) -> Any:
         if isinstance(body.get("messages"), list):
             body["messages"] = [*map(_plain, body["messages"])]
     return body
-
-
-def _line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 async def _read(request: Request) -> bytes:
@@ -145,7 +127,7 @@ async def _json(request: Request) -> Any:
         body = json.loads(raw)
         json.dumps(body, ensure_ascii=False).encode()  # half a surrogate pair is in no text that a tokenizer takes
     except (ValueError, RecursionError) as e:
-        raise HTTPException(400, f"the body is not JSON: {_line(e)}") from None
+        raise HTTPException(400, f"the body is not JSON: {first_line(e)}") from None
     return body
 
 
@@ -166,10 +148,13 @@ async def _done(events: Any) -> AsyncIterator[Any]:
     """``events``, and the one by which OpenAI's clients know the end."""
     try:
         async for event in events:
-            if event.startswith('data: {"error": "'):
-                yield f"data: {json.dumps(_body(503, json.loads(event[6:])['error']))}\n\n"
+            before, error, why = event.partition('data: {"error": "')
+            if before:
+                yield before
+            if error:
+                status, _, why = json.loads(error[6:] + why)["error"].partition(" ")
+                yield f"data: {json.dumps(_body(int(status), why))}\n\n"
                 return
-            yield event
         yield "data: [DONE]\n\n"
     finally:
         await events.aclose()
@@ -257,7 +242,7 @@ def malformed(body: Any, content: str) -> str | None:
         return _messages(body.get("messages"))
     prompt = body.get("prompt")
     text = isinstance(prompt, str) and prompt
-    return None if text else f"prompt={_short(prompt)} is not a string that says something"
+    return None if text else f"prompt={_short(prompt)} is not a string of one or more characters"
 
 
 def _short(value: Any) -> str:

@@ -151,6 +151,17 @@ def test_explain_finds_no_fault_in_attention_over_parts_of_heads_and_tokens(
     assert "all over cp of 2" in text
 
 
+def test_explain_takes_all_runs_of_a_large_mask_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 131072 tokens there are thousands in each layer, and explaining one step would take an hour."""
+    calls, attend = [], torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        context_parallel.F, "scaled_dot_product_attention", lambda *a, **o: calls.append(a) or attend(*a, **o)
+    )
+    monkeypatch.setattr(context_parallel, "LARGEST_MASK", 256)  # a run for each query
+    tpcore.explain(config(tmp_path, 2), cp=2, seq_len=64, ranks=[0])
+    assert len(calls) == 2 * LAYERS  # in forward, and again in backward
+
+
 def test_explain_says_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     for length, way in ((64, "gather"), (4096, "ring")):

@@ -138,6 +138,10 @@ def test_explain_deals_the_tokens_of_a_configuration_and_tells_the_costs(way: Wa
     )
     assert f"keeps {shown[1]} for backward, the rest of its layer keeps about {shown[2]}; 2 layers" in text
     assert f"keep about {shown[3]}" in text
+    for other in {*WAYS} - {way}:
+        sent, would = of.sent(other, 4096), of.kept(other, 4096, masked=False)
+        assert f"{other!r} would send {sent / 2**20:,.1f} MiB and keep {would / 2**20:,.1f} MiB" in text
+    assert f"its logits are {16 * 4096 // cp * 2 / 2**20:,.1f} MiB" in text
     assert "all over cp of 4" in text
 
 

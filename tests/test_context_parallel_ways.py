@@ -157,10 +157,14 @@ def test_explain_finds_no_fault_in_attention_over_parts_of_heads_and_tokens(
 
 def test_explain_takes_all_runs_of_a_large_mask_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 131072 tokens there are thousands in each layer, and explaining one step would take an hour."""
-    calls, attend = [], torch.nn.functional.scaled_dot_product_attention
-    monkeypatch.setattr(
-        context_parallel.F, "scaled_dot_product_attention", lambda *a, **o: calls.append(a) or attend(*a, **o)
-    )
+    calls: list[Any] = []
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def counted(*arguments: Any, **options: Any) -> Tensor:
+        calls.append(arguments)
+        return attend(*arguments, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
     monkeypatch.setattr(context_parallel, "LARGEST_MASK", 256)  # a run for each query
     tpcore.explain(config(tmp_path, 2), cp=2, seq_len=64, ranks=[0])
     assert len(calls) == 2 * LAYERS  # in forward, and again in backward

@@ -319,6 +319,20 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "labels of a row": ({"labels": torch.ones(2, dtype=torch.long)}, r"are not \[batch, tokens\]"),
     "a tuple": ({"return_dict": False}, "return_dict=False with context parallelism"),
     "another tensor": ({"token_weights": torch.ones(2, 16)}, "does not know how to cut token_weights"),
+    "one sequence without a batch": (
+        {"input_ids": torch.ones(16, dtype=torch.long)},
+        r"deals input_ids \[batch, tokens\] .* not a tensor of shape \(16,\)",
+    ),
+    "no tokens": ({"input_ids": None}, r"deals input_ids .*, not None"),
+    "a longer mask": (
+        {"attention_mask": torch.ones(2, 20)},
+        r"attention_mask of shape \(2, 20\) beside 16 tokens: pass",
+    ),
+    "fewer labels": (
+        {"labels": torch.ones(2, 12).long()},
+        r"labels of shape \(2, 12\) beside 16 tokens: .* \[batch, 16\]",
+    ),
+    "places without a batch": ({"position_ids": torch.arange(16)}, r"position_ids of shape \(16,\) beside 16 tokens"),
     "a length": ({"input_ids": torch.ones(2, 18, dtype=torch.long)}, "cannot deal 18 tokens evenly: .* of 4, 20"),
 }
 
@@ -354,6 +368,13 @@ def test_what_is_changed_afterwards_or_differs_between_ranks_is_refused(ctx: tpc
     model, batch = tpcore.parallelize(made(llama)), plain()
     with pytest.raises(ValueError, match="ranks 0 and 1 of cp differ in labels: every rank of cp gets the whole"):
         model(**batch | {"labels": batch["labels"] + ctx.coord("cp")})
+    at = ctx.coord("cp")
+    others = {"attention_mask": torch.ones(2, 16).index_fill(1, torch.tensor(at), 0), "num_items_in_batch": 7 + at}
+    others |= {"position_ids": torch.arange(16)[None] + at}
+    for name, value in others.items():
+        model = tpcore.parallelize(made(llama))
+        with pytest.raises(ValueError, match=f"ranks 0 and 1 of cp differ in {name}"):
+            model(**batch | {name: value})
     model(**batch)
     model.set_attn_implementation("sdpa")
     with pytest.raises(ValueError, match="attention 'sdpa' was set after parallelize"):

@@ -138,6 +138,10 @@ def test_explain_deals_the_tokens_of_a_configuration_and_tells_the_costs(way: Wa
     )
     assert f"keeps {shown[1]} for backward, the rest of its layer keeps about {shown[2]}; 2 layers" in text
     assert f"keep about {shown[3]}" in text
+    for other in {*WAYS} - {way}:
+        sent, would = of.sent(other, 4096), of.kept(other, 4096, masked=False)
+        assert f"{other!r} would send {sent / 2**20:,.1f} MiB and keep {would / 2**20:,.1f} MiB" in text
+    assert f"its logits are {16 * 4096 // cp * 2 / 2**20:,.1f} MiB" in text
     assert "all over cp of 4" in text
 
 
@@ -149,6 +153,21 @@ def test_explain_finds_no_fault_in_attention_over_parts_of_heads_and_tokens(
     text = explained(config(tmp_path, 2), f"--tp 2 --cp 2 --seq-len 64 --context-parallel {way}")
     assert "sees only" not in text
     assert "all over cp of 2" in text
+
+
+def test_explain_takes_all_runs_of_a_large_mask_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 131072 tokens there are thousands in each layer, and explaining one step would take an hour."""
+    calls: list[Any] = []
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def counted(*arguments: Any, **options: Any) -> Tensor:
+        calls.append(arguments)
+        return attend(*arguments, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
+    monkeypatch.setattr(context_parallel, "LARGEST_MASK", 256)  # a run for each query
+    tpcore.explain(config(tmp_path, 2), cp=2, seq_len=64, ranks=[0])
+    assert len(calls) == 2 * LAYERS  # in forward, and again in backward
 
 
 def test_explain_says_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -40,14 +40,28 @@ class _Masked:
     keys: Tensor
     scoring: Scoring
 
+    @property
+    def masks(self) -> int:
+        return 1 if self.visible.segments is None else len(self.visible.segments)
+
     def rows(self, q: Tensor) -> int:
         """How many queries are taken at a time."""
         batch, heads, count, _ = q.shape
-        masks = 1 if self.visible.segments is None else batch
-        if self.scoring.softcap is not None:  # there are scores, too
-            masks = batch * heads
-        pairs = masks * len(self.keys)
+        # with a softcap there are scores, too
+        pairs = (self.masks if self.scoring.softcap is None else batch * heads) * len(self.keys)
         return count if count * pairs <= LARGEST_MASK else max(LARGEST_MASK // 4 // pairs, 1)
+
+    def at_once(self, q: Tensor) -> bool:
+        """Whether one run stands for all: of tensors without values, where runs would only take time."""
+        return q.is_meta and self.scoring.softcap is None
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, rows: slice) -> Tensor:
+        """Some of the queries, by a mask that is not kept."""
+        if not self.at_once(q):
+            return self(q, k, v, rows)
+        # the shape of all masks in the memory of one entry: a run's is no part of what a step holds
+        mask = q.new_ones(1, dtype=torch.bool).expand(self.masks, 1, q.shape[2], len(self.keys))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scoring.scale)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, rows: slice) -> Tensor:
         mask, scoring = self.visible.mask(self.queries[rows], self.keys), self.scoring
@@ -62,14 +76,14 @@ class _InRuns(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, attend: _Masked) -> Tensor:
         ctx.save_for_backward(q, k, v)
-        ctx.attend, size = attend, attend.rows(q)
+        ctx.attend, size = attend, q.shape[2] if attend.at_once(q) else attend.rows(q)
         ctx.runs = [slice(at, at + size) for at in range(0, q.shape[2], size)]
         ctx.autocast = autocast_of(q.device.type)
-        first = attend(q, k, v, ctx.runs[0])
+        first = attend.run(q, k, v, ctx.runs[0])
         whole = first.new_empty(*q.shape[:3], first.shape[3])  # parts kept for a cat would lie between the masks' holes
         whole[:, :, ctx.runs[0]] = first
         for rows in ctx.runs[1:]:
-            whole[:, :, rows] = attend(q, k, v, rows)
+            whole[:, :, rows] = attend.run(q, k, v, rows)
         return whole
 
     @staticmethod
@@ -79,7 +93,7 @@ class _InRuns(torch.autograd.Function):
         gradients = [torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in saved]
         for rows in ctx.runs:
             with torch.enable_grad(), ctx.autocast():
-                out = ctx.attend(*saved, rows)
+                out = ctx.attend.run(*saved, rows)
             for total, more in zip(gradients, torch.autograd.grad(out, saved, grad[:, :, rows]), strict=True):
                 total.add_(more)
         return *(total.to(t.dtype) for total, t in zip(gradients, saved, strict=True)), None

@@ -22,10 +22,11 @@ _CONTEXT = "_tpcore_context"
 
 _FAMILIES = """
 albert apertus arcee bert cohere cohere2 cohere2_moe cwm deepseek_v2 deepseek_v3 distilbert dots1 electra ernie
-ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo gemma gemma2 gemma3_text glm glm4 glm4_moe glm4_moe_lite gpt2
-gpt_bigcode gpt_neox granite helium hunyuan_v1_dense hunyuan_v1_moe laguna llama mellum minimax_m2 ministral ministral3
-mistral mixtral modernbert modernbert-decoder nanochat nemotron olmo olmo2 olmo3 olmoe persimmon phi phi3 phimoe qwen2
-qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma
+ernie4_5 ernie4_5_moe eurobert exaone4 exaone_moe flex_olmo gemma gemma2 gemma3_text glm glm4 glm4_moe glm4_moe_lite
+gpt2 gpt_bigcode gpt_neox granite helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax jais2 laguna llama mellum
+minicpm3 minimax_m2 ministral ministral3 mistral mixtral modernbert modernbert-decoder nanochat nemotron olmo olmo2
+olmo3 olmoe persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm starcoder2
+vaultgemma youtu
 """
 FAMILIES = frozenset(_FAMILIES.split())
 """Model types whose loss and gradients were compared with the whole model's."""
@@ -139,7 +140,10 @@ def context_costs(model: Any, tokens: int) -> str | None:
     sizes = AttentionSizes.of(model, context.comm.size, current().comm("tp").size)
     layers = [m for m in model.modules() if _CONTEXT in vars(m) and not any(_CONTEXT in vars(c) for c in m.children())]
     masked = context.causal is False or bool(getattr(model.config, "sliding_window", None))
-    return sizes.costs(context.way(tokens), tokens, masked, len(layers))
+    head = model.get_output_embeddings()
+    outputs = 0 if head is None else head.weight.shape[0]
+    logits = outputs * (tokens // context.comm.size) * sizes.itemsize
+    return f"{sizes.costs(context.way(tokens), tokens, masked, len(layers))}; its logits are {_mib(logits)}"
 
 
 def shard_sequence(batch: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
@@ -212,19 +216,27 @@ class AttentionSizes:
         et al. 2022, arXiv:2205.05198, equation 2."""
         return round((10 + 24 / self.tp) / 2 * self.hidden * self.itemsize) * (tokens // self.cp)
 
+    @property
+    def ways(self) -> list[Way]:
+        return [w for w in get_args(Way) if w != "ulysses" or self.heads % self.cp == 0]
+
     def costs(self, way: Way, tokens: int, masked: bool, layers: int) -> str:
         """In words, of ``way`` and of the layers around it."""
         kept, rest = self.kept(way, tokens, masked), self.rest(tokens)
+        others = [
+            f"{w!r} would send {_mib(self.sent(w, tokens))} and keep {_mib(self.kept(w, tokens, masked))}"
+            for w in self.ways
+            if w != way
+        ]
         return (
             f"{way!r} for {tokens} tokens over cp={self.cp}: for each sequence an attention sends "
             f"{_mib(self.sent(way, tokens))} and keeps {_mib(kept)} for backward, the rest of its layer keeps about "
-            f"{_mib(rest)}; {layers} layers keep about {_mib(layers * (kept + rest))}"
+            f"{_mib(rest)}; {layers} layers keep about {_mib(layers * (kept + rest))}; {', '.join(others)}"
         )
 
     def choose(self, tokens: int) -> tuple[Way, str]:
         """The way that sends the fewest bytes of those that keep no more than the rest of a layer; and why."""
-        ways = [w for w in get_args(Way) if w != "ulysses" or self.heads % self.cp == 0]
-        limit = self.rest(tokens)
+        ways, limit = self.ways, self.rest(tokens)
         # a mask too large to keep counts, too: it takes time, for keys that are hidden, and again in backward
         most = {w: self.kept(w, tokens) + max(self.pairs(w, tokens) - LARGEST_MASK, 0) * self.itemsize for w in ways}
         fit = [w for w in ways if w == "ring" or most[w] <= limit]

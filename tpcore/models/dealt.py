@@ -52,7 +52,7 @@ class DealtTokens:
         kwargs = _named(model, args, kwargs)
         self._check(model, kwargs)
         if not self._dealt(kwargs):
-            self._compare({name: kwargs[name] for name in _SEQUENCES if isinstance(kwargs.get(name), Tensor)})
+            self._compare({name: torch.as_tensor(kwargs[name]) for name in _KNOWN if kwargs.get(name) is not None})
             kwargs = self._deal(kwargs)
         if self.routed and kwargs["attention_mask"].dtype != torch.bool:
             kwargs[_DOCUMENTS] = kwargs.pop("attention_mask")  # whose numbers are no weights
@@ -104,6 +104,13 @@ class DealtTokens:
         there is one."""
         kwargs, tokens = dict(batch), _tokens_of(batch)
         length, places = tokens.shape[1], kwargs.get("position_ids")
+        others = {n: kwargs[n].shape for n in _KNOWN[:-1] if kwargs.get(n) is not None}
+        wrong = next((n for n, shape in others.items() if len(shape) < 2 or shape[1] != length), None)
+        if wrong is not None:
+            raise ValueError(
+                f"{wrong} of shape {tuple(others[wrong])} beside {length} tokens: pass [batch, {length}], of the whole "
+                "sequences"
+            )
         order = self.order(length)
         segments = self._segments(kwargs.get("attention_mask"), places, tokens.shape)
         if places is None:
@@ -199,7 +206,13 @@ def _named(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> d
 
 
 def _tokens_of(kwargs: Mapping[str, Any]) -> Tensor:
-    tokens: Tensor = next(kwargs[n] for n in ("input_ids", "inputs_embeds") if kwargs.get(n) is not None)
+    names = ("input_ids", "inputs_embeds")
+    tokens: Tensor | None = next((kwargs[n] for n in names if kwargs.get(n) is not None), None)
+    if tokens is None or tokens.ndim < 2:
+        shown = "None" if tokens is None else f"a tensor of shape {tuple(tokens.shape)}"
+        raise ValueError(
+            f"context parallelism deals input_ids [batch, tokens] or inputs_embeds [batch, tokens, size], not {shown}"
+        )
     return tokens
 
 

@@ -228,6 +228,7 @@ def test_what_is_wrong_with_the_metadata_of_a_stage(tmp_path: Path) -> None:
         ('"peft_type": null', '"peft_type": "lora"', r"pp_rank_0\.json is of adapters of the kind 'lora'"),
         ('"num_key_value_heads": 2', '"num_key_value_heads": 0', "are not as their metadata say"),
         ("[8, 8]", "[8, 9000]", "are not as their metadata say"),
+        ('"o_proj"', '"out"', r"pp_rank_00\.pt has no 'layers\.0\.a\.out\.weight', which its metadata name"),
     ],
 )
 def test_metadata_that_are_refused(was: str, made: str, message: str, tmp_path: Path) -> None:

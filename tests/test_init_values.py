@@ -149,10 +149,10 @@ def test_layers_take_an_init_method_for_the_weight(ctx: ParallelContext, name: s
 @each_rank(tp=2)
 def test_master_weight_is_the_full_initial_weight_and_costs_no_random_numbers(ctx: ParallelContext) -> None:
     torch.manual_seed(5)
-    plain, state = nn.Linear(8, 12), torch.get_rng_state()
+    plain, state = nn.Linear(8, 12, dtype=torch.float64), torch.get_rng_state()
     for make in (layers.ColumnParallelLinear, layers.RowParallelLinear):
         torch.manual_seed(5)
-        layer = make(8, 12, keep_master_weight=True)
+        layer = make(8, 12, dtype=torch.float64, keep_master_weight=True)
         assert torch.equal(layer.master_weight, plain.weight)
         assert torch.equal(torch.get_rng_state(), state)
         assert set(layer.state_dict()) == {"weight", "bias"}

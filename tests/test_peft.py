@@ -201,6 +201,25 @@ def test_files_open_on_one_process_and_on_any_mesh(tmp_path: Path) -> None:
         run_ranks(Mesh({"tp": 6 - size}), partial(opened, folder=folder))
 
 
+def test_files_have_the_vocabularys_tables_where_asked_for(tmp_path: Path) -> None:
+    def save(how: str) -> None:
+        model = adapted(llama, how, {})
+        warm(model)
+        with torch.no_grad():  # they are other ones than the base model's, as after resize_token_embeddings
+            for table in (model.get_input_embeddings(), model.get_output_embeddings()):
+                table.weight.mul_(2)
+        model.save_pretrained(tmp_path / how, save_embedding_layers=True)
+
+    save("one")
+    run_ranks(TWO, lambda _: save("after"))
+    want, got = (load_file(tmp_path / how / "adapter_model.safetensors") for how in ("one", "after"))
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[name], want[name]) for name in want)
+    opened = peft.PeftModel.from_pretrained(made(llama), tmp_path / "after").state_dict()
+    for name in ("base_model.model.lm_head.weight", "base_model.model.model.embed_tokens.weight"):
+        assert torch.equal(opened[name], want[name])
+
+
 @pytest.mark.parametrize("options", [{}, {"targets": ["embed_tokens", "q_proj"], "modules_to_save": ["down_proj"]}])
 def test_a_checkpoint_consolidates_to_the_files_of_save_pretrained(tmp_path: Path, options: dict[str, Any]) -> None:
     def rank(_: tpcore.ParallelContext) -> None:

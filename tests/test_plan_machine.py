@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import psutil
 import pytest
 
 from benchmarks.plan_published import RUNS, Run
+from tpcore.diagnose.plan import calibrate as calibration
 from tpcore.diagnose.plan.calibrate import AllReduce, calibrate, fit
 from tpcore.diagnose.plan.machine import LINK_EFFICIENCY, MATMUL_EFFICIENCY, PUBLISHED, Machine, find
 from tpcore.diagnose.plan.simulate import JobModel, daly, forecast, goodput, goodput_formula, straggling, young
@@ -102,6 +104,17 @@ def test_calibration_measures_this_machine(tmp_path: Path) -> None:
     assert all("measured" in text and "2 ranks over cpu_gloo" in text for text in machine.source.values())
     assert all(curve[0][0] == 2 * 64**3 and len(curve) > 2 for curve in machine.flops.values())
     assert 0 < 2 * machine.memory <= psutil.virtual_memory().total
+
+
+def test_a_share_of_a_rate_is_the_same_by_any_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = time.perf_counter
+    monkeypatch.setattr(calibration, "_SIZES", calibration._SIZES[:1])
+    monkeypatch.setattr(time, "perf_counter", lambda: 1e6 * clock())
+    _, _, measured = calibration._measure("cpu_gloo", 1.0, True)
+    # of a matmul of 64, on a host that may be busy; in seconds or their inverse it would be off by 1e6 or more
+    assert 1e-3 < measured["attention"] < 1e3
+    assert 1.0 < measured["memory_bandwidth"] < 1e6  # bytes in a microsecond
+    assert 1e-3 < measured["overhead"] < 1e3  # in microseconds
 
 
 def test_calibration_of_one_device_is_refused() -> None:

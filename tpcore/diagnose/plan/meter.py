@@ -4,7 +4,7 @@ parts: what is before the layers, each layer, what is after them."""
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,7 +54,7 @@ class PartCosts:
 class Meter(TorchDispatchMode):
     """Meters the operators inside ``on``. ``layers``: names of modules, each of which is a region of its own."""
 
-    def __init__(self, layers: Sequence[str], results: dict[Any, Any]) -> None:
+    def __init__(self, layers: Iterable[str], results: dict[Any, Any]) -> None:
         """``results``: kinds of tensors and costs, of operators that meters before have run. Many are alike, and their
         checks of shapes take most of the time of a recording."""
         super().__init__()

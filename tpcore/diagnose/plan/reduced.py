@@ -197,7 +197,7 @@ class Reduced:
         return outcome
 
     def _record(self, ways: Ways, batch: int, dp: int, optimizer: MakeOptimizer | None) -> StepCosts:
-        meter = Meter(sorted(set(self.order), key=len, reverse=True), self._results)
+        meter = Meter(set(self.order), self._results)
         hidden: list[int] = []
 
         @contextmanager

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import sys
 import warnings
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +32,8 @@ with warnings.catch_warnings():
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
 transformers.logging.set_verbosity_error()
+
+PAGE_FILE = Path(__file__).parents[1] / "docs" / "families.md"
 
 
 def _named(names: str, value: Any) -> dict[str, Any]:
@@ -154,11 +159,11 @@ FEATURES: dict[str, tuple[dict[str, Any], ...]] = {
 SINGLE = {"inkling2_text", "muse_spark_text", "xglm"}
 """Families that cannot compute in float64."""
 PARTS = {
-    "llama4": "its text model has a row of its own",
-    "clip": "its text and its image model have rows of their own",
+    "llama4": "see `llama4_text`",
+    "clip": "see `clip_text_model` and `clip_vision_model`",
     **dict.fromkeys(("diffusion_gemma_text", "voxtral_realtime_text"), "no model class of its own"),
-    **dict.fromkeys(("qwen2_vl_vision", "qwen2_5_vl_vision"), "the tower of a model of the second table"),
-    **dict.fromkeys(("siglip_text_model", "siglip2_text_model"), "the tower of a model of the second table"),
+    **dict.fromkeys(("qwen2_vl_vision", "qwen2_5_vl_vision"), "the tower of a multimodal model"),
+    **dict.fromkeys(("siglip_text_model", "siglip2_text_model"), "the tower of a multimodal model"),
 }
 """Configurations with a plan that are of no model by themselves."""
 OF_EXPERTS = ("dbrx", "jetmoe")
@@ -453,59 +458,56 @@ def verdict(model_type: str, degree: int = 2, features: dict[str, Any] | None = 
 
 PAGE = """# Families of transformers
 
-What comes of every family of transformers {version} that has a tensor-parallel plan of its own, or one of
-tpcore's: a tiny model with random weights is sharded over two ranks, and its loss, its output and every
-gradient are compared with those of the whole model, with a layer of every kind that the family has, and with
-its optional features on (`FEATURES` in `tests/families.py`). What is refused raises `ValueError` before
-anything is changed. This page is written by `python tests/families.py --table`.
+{works} families of transformers {version} work and {refused} are refused: a `ValueError` before anything is changed. A
+tiny model of each, with a layer of every kind that the family has and its optional features on, was sharded over two
+ranks: its loss, its output and every gradient equal the whole model's (`python tests/families.py --table`).
 
-The last column is the part of the parameters that each of the two ranks holds: half, and what stays whole. In
-these tiny models tables of positions and patches, which stay whole, weigh more than in real ones.
+The figure is the part of the parameters that each of the two ranks holds. Tables of positions and patches stay whole,
+and weigh more in tiny models than in real ones.
 
-LoRA adapters of every linear layer were compared in each family that works, but Falcon and OpenAI GPT
-(`tests/test_peft.py`): loss, output and the adapters' gradients are those of one process. In `afmoe`, `beam`,
-`cohere2_moe`, `deepseek_v2`, `deepseek_v3`, `deepseek_v32`, `dots1`, `ernie4_5_moe`, `exaone_moe`, `glm4_moe`,
-`glm4_moe_lite`, `glm_moe_dsa`, `hunyuan_v1_moe`, `longcat_flash`, `mellum`, `qwen3_next`, `solar_open` peft
-makes adapters of bare parameters, which are refused by name.
-
-{works} families work and {refused} are refused. {unknown} more are parts of models, not models.
-
-| family (`model_type`) | model | | a rank holds |
-|---|---|---|---|
+LoRA adapters of every linear layer were compared too (`tests/test_peft.py`), except in Falcon and OpenAI GPT. Refused
+by name are peft's adapters of bare parameters: in `afmoe`, `beam`, `cohere2_moe`, `deepseek_v2`, `deepseek_v3`,
+`deepseek_v32`, `dots1`, `ernie4_5_moe`, `exaone_moe`, `glm4_moe`, `glm4_moe_lite`, `glm_moe_dsa`, `hunyuan_v1_moe`,
+`longcat_flash`, `mellum`, `qwen3_next`, `solar_open`.
 """
-CLASSES_TABLE = """
-## Multimodal models and other heads
-
-The plan of a model covers the language and vision models inside it, and stays right under any head.
-
-| class | family | | a rank holds |
-|---|---|---|---|
-"""
+TITLES = {
+    "Work": "By `model_type`, the name in `config.json`:",
+    "Multimodal models and other heads": "A plan covers the models inside a model, under any head. Compared:",
+    "Refused": "",
+    "Parts of models": "No models by themselves:",
+}
 
 
 def short(text: str) -> str:
-    """A refusal in the words of a table."""
+    """A refusal in the words of the page."""
     for style, words in (("moe_tp_experts", "experts"), ("mla_kv_a_proj", "latent attention")):
         if style in text:
-            return f"refused: {words} (`{style}`)"
+            return f"{words} (`{style}`)"
     if "Parameter)" in text:
-        return "refused: a parameter outside of a layer is cut"
+        return "a parameter outside of a layer is cut"
     if "by its plan: " in text:
-        return "refused: " + text.partition("by its plan: ")[2].partition(";")[0]
-    return "refused: " + ("no block is cut by its plan" if "no plan of its own" in text else text)
+        return text.partition("by its plan: ")[2].partition(";")[0]
+    return "no block is cut by its plan" if "no plan of its own" in text else text
 
 
 def page(rows: list[Verdict], classes: list[Verdict]) -> str:
-    works = sum(row.works for row in rows)
-    head = PAGE.format(version=transformers.__version__, works=works, refused=len(rows) - works, unknown=len(PARTS))
-    lines = [f"| `{r.family}` | {r.model} | {_comes(r)} |" for r in rows]
-    lines += [f"| `{name}` | - | part of a model: {why} | |" for name, why in sorted(PARTS.items())]
-    of_classes = [f"| {r.model} | `{r.family}` | {_comes(r)} |" for r in classes]
-    return head + "\n".join(lines) + "\n" + CLASSES_TABLE + "\n".join(of_classes) + "\n"
+    works = [f"`{r.family}` {r.share:.0%}" for r in rows if r.works]
+    refused = [f"- `{r.family}`: {short(r.text)}" for r in rows if not r.works]
+    parts = [f"- `{name}`: {why}" for name, why in sorted(PARTS.items())]
+    by_letter = [f"- {', '.join(some)}" for _, some in groupby(works, key=lambda name: name[1])]
+    of_classes = [", ".join(f"`{r.model}` {r.share:.0%}" for r in classes) + "."]
+    sections = zip(TITLES.items(), (by_letter, of_classes, refused, parts), strict=True)
+    head = PAGE.format(version=transformers.__version__, works=len(works), refused=len(refused))
+    return head + "".join(
+        "\n".join(["", f"## {title}", "", *([text, ""] if text else []), *lines, ""])
+        for (title, text), lines in sections
+    )
 
 
-def _comes(row: Verdict) -> str:
-    return f"{row.text} | {row.share:.0%}" if row.works else f"{short(row.text)} |"
+def on_the_page(title: str) -> dict[str, str]:
+    """By name, the share or the reason that the page has under ``title``."""
+    text = PAGE_FILE.read_text().partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+    return dict(re.findall(r"`(\S+)` (\d+%)", text) or re.findall(r"^- `(\S+)`: (.+)$", text, re.M))
 
 
 def main() -> None:

@@ -397,7 +397,11 @@ def _cycle() -> dict[str, Any]:
         (lambda: {"x": torch.eye(2).to_sparse()}, "x: a Tensor of layout torch.sparse_coo"),
         (lambda: {"x": torch.ones(2, device="meta")}, "x: it is on the meta device"),
         (_cycle, "is nested more than 100 deep"),
-        (lambda: [1], "not of a list"),
+        (lambda: [1], "not a list"),
+        (
+            lambda: "run/step_1",
+            'save(state, path) takes a dict as its state, such as {"model": model.state_dict()}, not a str',
+        ),
     ],
 )
 def test_entries_that_cannot_be_saved(value: Callable[[], Any], message: str, tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import re
 import sys
 import tempfile
 from pathlib import Path
@@ -16,11 +15,10 @@ from typing import Any
 
 import torch
 import transformers
-from families import class_of, config_of
+from families import class_of, config_of, on_the_page
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).parents[2]
-ROWS = re.findall(r"^\| `(\S+)` \| \S+ \| works", (ROOT / "docs" / "families.md").read_text(), re.M)
 LARGEST = 6_000_000
 
 
@@ -48,7 +46,7 @@ def written(family: str) -> dict[str, Any]:
 
 def main() -> None:
     rows = {}
-    for family in ROWS:
+    for family in on_the_page("Work"):
         try:
             rows[family] = written(family)
         except Exception as e:  # noqa: BLE001  most often a family that the release does not have

@@ -83,7 +83,8 @@ class Part:
         down_cast_bf16: bool = False,
     ) -> None:
         if not isinstance(state, dict):
-            raise ValueError(f"a checkpoint is made of a dict, a state_dict say, not of a {type(state).__name__}")
+            example, what = '{"model": model.state_dict()}', type(state).__name__
+            raise ValueError(f"save(state, path) takes a dict as its state, such as {example}, not a {what}")
         self._cut_of, self._memory_of, self._down_cast = cut_of, memory_of, down_cast_bf16
         self._places: dict[Any, dict[str, Any]] = {}
         self._gather, self._ep = gather or {}, ep

@@ -3,10 +3,12 @@
     python -m benchmarks.cuda_session --out session.json
 
 Each stage has processes of its own and a limit of its own; one that fails or is late is written down as that, and the
-others go on. The file holds every stage whenever the session ends; none of their processes outlives it.
+others go on. What is not timed runs first, as many stages at once as half of the cores. The file holds every stage
+whenever the session ends; none of their processes outlives it.
 
     doctor    what `tpcore doctor` says
-    verify    `tpcore verify` at tp=1, and at tp=2 (over NCCL on two GPUs, else over gloo with both ranks on one)
+    verify    `tpcore verify` at tp=1, and at tp=2 (over NCCL on two GPUs; with both ranks on one over gloo, and over
+              NCCL too from 2.30 on)
     curve     losses of a small Llama in float32, on the CPU and on the GPU at tp=1 and 2: 1e-4 apart at most
     reads     a step under torch's own detector of synchronizations, set to raise
     step      a training step of a Llama with a billion parameters in bfloat16: seconds (median, fastest and slowest of
@@ -33,6 +35,7 @@ import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from subprocess import PIPE
@@ -55,6 +58,9 @@ APART = 1e-4
 LEAVE = 20.0
 """Seconds in which a stage that is late ends: half of them for its launcher, to end its ranks."""
 RESULT = "CUDA_SESSION_RESULT"
+ON_ONE_GPU = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "2", "NCCL_NVLS_ENABLE": "0"}
+"""For NCCL 2.30: kernels of both ranks have to run at once."""
+TIMED = ("step", "loss", "generate")
 
 
 def timed(run: Callable[[], object], rounds: int, at: torch.device) -> dict[str, Any]:
@@ -158,11 +164,12 @@ def generate(options: Namespace) -> dict[str, Any]:
     model = llama(size, options, at, torch.bfloat16).eval()
     new = min(128, size.length // 2)
     # on a GPU transformers then compiles the decode step, and torch captures it as CUDA graphs
-    static: dict[str, Any] = {"cache_implementation": "static"} if options.contestant.endswith("graphs") else {}
+    asked: dict[str, Any] = {"cache_implementation": "static"} if options.contestant.endswith("graphs") else {}
+    asked |= {"max_new_tokens": new, "min_new_tokens": new}
     prompt = batch(size, at)[:, : size.length // 4]
 
     def run() -> None:
-        model.generate(prompt, max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0, **static)
+        model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, pad_token_id=0, **asked)
 
     found = timed(run, 3, at)
     return {"tokens a second": len(prompt) * new / found["seconds"], **found}
@@ -176,42 +183,52 @@ Stage = tuple[str, list[str], Variables, float]
 
 
 def stages(options: Namespace) -> list[Stage]:
-    """In the order of what is worth most."""
+    """Those that are timed in the order of what is worth most."""
     gpus = torch.cuda.device_count() if options.backend == "cuda" else 0
     # two ranks on one GPU: NCCL refuses them
     shared = {"TPCORE_CUDA_TRANSPORT": "gloo"} if gpus == 1 else {}
+    over = ", over NCCL on one GPU" if gpus == 1 and torch.cuda.nccl.version() >= (2, 30) else None
     tool = [sys.executable, "-m", "tpcore"]
     found: list[Stage] = [("doctor", [*tool, "doctor"], {}, 60.0)]
 
     def add(work: str, *contestants: str, tp: int = 1, limit: float = 60.0, how: str = "") -> None:
-        over = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"} if "NCCL" in how else shared
         backend = "cpu_gloo" if "CPU" in how else options.backend
-        given = f"--work {work} --tp {tp} --backend {backend} --size {options.size} --rounds {options.rounds}".split()
+        rounds = options.rounds if tp == 1 else min(3, options.rounds)  # gloo carries gigabytes through the host
+        given = f"--work {work} --tp {tp} --backend {backend} --size {options.size} --rounds {rounds}".split()
         # one rank needs no launcher, which takes seconds to start
         launcher = ["torch.distributed.run", "--standalone", f"--nproc_per_node={tp}", "-m"] if tp > 1 else []
         for who in contestants:
             command = [sys.executable, "-m", *launcher, "benchmarks.cuda_session", *given, "--contestant", who]
-            found.append((f"{work}, {who}, tp={tp}{how}", command, over if tp > 1 else {}, limit))
+            found.append((f"{work}, {who}, tp={tp}{how}", command, variables(tp, how), limit))
 
-    def verify(tp: int) -> None:
-        table = str(options.out.with_suffix(f".tp{tp}.json"))
+    def variables(tp: int, how: str) -> Variables:
+        return {} if tp == 1 else ON_ONE_GPU if how == over else shared
+
+    def verify(tp: int, how: str = "") -> None:
+        table = str(options.out.with_suffix(f".tp{tp}{'.nccl' if how else ''}.json"))
         command = [*tool, "verify", "--backend", options.backend, "--tp", str(tp), "--json", table]
-        found.append((f"verify, tp={tp}", command, shared if tp > 1 else {}, 150.0))
+        found.append((f"verify, tp={tp}{how}", command, variables(tp, how), 120.0))
 
+    verify(1)
+    verify(2)
     add("curve", "tpcore", how=", on the CPU")
     add("curve", "tpcore")
     add("curve", "tpcore", tp=2)
+    add("reads", "plain", "tpcore")
+    if over is not None:
+        add("curve", "tpcore", tp=2, how=over)
+        verify(2, over)
     add("step", "plain", "tpcore", limit=90.0)
-    add("reads", "tpcore")
-    verify(1)
-    if gpus == 1 and torch.cuda.nccl.version() >= (2, 30):
-        add("curve", "tpcore", tp=2, how=", over NCCL on one GPU")
-    add("step", "plain compiled", "tpcore compiled", limit=90.0)
-    add("step", "tpcore", tp=2, limit=90.0)
     add("loss", "plain", "tpcore", "liger")
-    add("generate", "plain", "tpcore", "tpcore graphs")
-    verify(2)
-    return [stage for stage in found if stage[0].partition(",")[0] in options.stages]
+    add("generate", "plain", "tpcore")
+    add("step", "tpcore", tp=2, limit=90.0)
+    add("step", "plain compiled", "tpcore compiled", limit=120.0)
+    add("generate", "tpcore graphs", limit=120.0)
+    return [stage for stage in found if kind(stage) in options.stages]
+
+
+def kind(stage: Stage) -> str:
+    return stage[0].partition(",")[0]
 
 
 def outcome(command: list[str], variables: Variables, limit: float) -> dict[str, Any]:
@@ -253,13 +270,22 @@ def session(options: Namespace) -> bool:
     os.environ.setdefault("TPCORE_CHECK", "0")
     versions = f"transformers {transformers.__version__}, CUDA {torch.version.cuda}, {gpus}"
     written = {"where": f"{conditions(1)}; {versions}", "figures": figures}
-    for name, command, variables, limit in planned:
-        options.out.write_text(json.dumps(written, indent=1))
+    options.out.write_text(json.dumps(written, indent=1))
+
+    def run(stage: Stage) -> None:
+        name, command, variables, limit = stage
         left = until - time.monotonic() - LEAVE
         if left > LEAVE / 2:
             figures[name] = outcome(command, variables, min(limit, left))
         print(f"{name}: {in_a_line(figures[name])}", flush=True)
-    options.out.write_text(json.dumps(written, indent=1))
+
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:
+        for _ in pool.map(run, [stage for stage in planned if kind(stage) not in TIMED]):
+            options.out.write_text(json.dumps(written, indent=1))
+    for stage in planned:
+        if kind(stage) in TIMED:
+            run(stage)
+            options.out.write_text(json.dumps(written, indent=1))
     curves = [found["losses"] for found in figures.values() if "losses" in found]
     pairs = [pair for other in curves[1:] for pair in zip(curves[0], other, strict=True)]
     apart = max((abs(a / b - 1) for a, b in pairs), default=0.0)

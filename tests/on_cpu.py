@@ -25,6 +25,9 @@ class OnCpu(CudaBackend):
         torch.cuda.set_device = lambda device: None
         return super().start(timeout)
 
+    def _enter_thread(self) -> None:
+        """There is no driver."""
+
     def device(self) -> torch.device:
         return torch.device("cpu")
 

@@ -158,12 +158,12 @@ def test_a_session_ends_within_its_limit(tmp_path: Path, monkeypatch: pytest.Mon
     pid, options = tmp_path / "pid", Namespace(limit=5.0, out=tmp_path / "session.json")
     deaf = [sys.executable, "-c", LAUNCHER, str(pid), "deaf"]
     monkeypatch.setattr(cuda_session, "LEAVE", 2.0)
-    monkeypatch.setattr(cuda_session, "stages", lambda _: [("first", deaf, {}, 60.0), ("second", deaf, {}, 60.0)])
+    monkeypatch.setattr(cuda_session, "stages", lambda _: [("step, 1", deaf, {}, 60.0), ("step, 2", deaf, {}, 60.0)])
     began = time.monotonic()
     cuda_session.session(options)
     assert time.monotonic() - began < options.limit
     figures = json.loads(options.out.read_text())["figures"]
-    assert figures == {"first": {"error": "not done after 3 s"}, "second": {"error": "no time was left"}}
+    assert figures == {"step, 1": {"error": "not done after 3 s"}, "step, 2": {"error": "no time was left"}}
     assert not _runs(pid.read_text())
 
 

@@ -12,6 +12,7 @@ import torch
 import transformers
 from hf import GPT2, NO_DROPOUT, TINY, assert_equals_whole, llama, mixtral, phi3, recomputed, text
 from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from worlds import each_rank
 
 import tpcore
@@ -67,6 +68,20 @@ def test_an_attention_that_reads_the_configuration_has_its_own_heads(ctx: tpcore
     model.set_attn_implementation("eager")
     assert inner.config._attn_implementation == "eager"
     assert not hasattr(inner.config, "of_no_model")
+
+
+def test_a_kernel_of_the_attention_interface_gets_a_ranks_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """tpcore has no attention of its own without context parallelism: it calls the function that is chosen."""
+    kernels, heads = ALL_ATTENTION_FUNCTIONS, set()
+    sdpa = kernels["sdpa"]
+
+    def kernel(module: Any, q: Any, k: Any, *args: Any, **options: Any) -> Any:
+        heads.add((q.shape[1], k.shape[1]))
+        return sdpa(module, q, k, *args, **options)
+
+    monkeypatch.setitem(kernels, "sdpa", kernel)
+    assert_equals_whole(llama, (2,))
+    assert heads == {(4, 2), (2, 1)}
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "tokens"])

@@ -5,6 +5,7 @@ Not shown here: the device's own calls, and NCCL.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -40,6 +41,7 @@ from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
 
 TP2 = Mesh({"tp": 2})
+OF_TORCH = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0"}
 READS = {"tolist", "item", "numpy", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__"}
 
 
@@ -394,19 +396,43 @@ def test_a_lost_rank_aborts_the_groups(ranks: RankPool) -> None:
 
 
 def test_the_gpu_of_the_local_rank_is_current_before_the_job_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else each rank would open a context on GPU 0, and NCCL join with that."""
+    """Else each rank would open a context on GPU 0, and NCCL join with that. The thread that asks for events has it
+    too, and asks as torch's watch does: its questions end no capture of another thread."""
     seen: list[object] = []
+    asked = threading.Event()
+
+    def exchange(mode: Any) -> None:
+        seen.append(("mode", mode._obj.value))
+        asked.set()
+
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", seen.append)
-    monkeypatch.setattr(C10dBackend, "start", lambda self, timeout: seen.append("joined") or (0, 1))
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(cuThreadExchangeStreamCaptureMode=exchange))
+    monkeypatch.setattr(C10dBackend, "start", lambda self, timeout: asked.wait(30.0) and seen.append("joined"))
     monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
+    for variable in OF_TORCH:
+        monkeypatch.delenv(variable, raising=False)
     backend = CudaBackend()
     backend.start(1.0)
-    assert seen == [torch.device("cuda", 1), "joined"]
-    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "2"
+    gpu = torch.device("cuda", 1)
+    assert seen == [gpu, gpu, ("mode", 1), "joined"]
+    assert {variable: os.environ[variable] for variable in OF_TORCH} == OF_TORCH
     backend.stop()
-    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in os.environ
+    assert not OF_TORCH.keys() & os.environ.keys()
+
+
+def test_a_queue_ends_when_the_device_has_failed() -> None:
+    """Without a word of its own: the rank's next call of the device raises the error."""
+    queue = Queue(60.0)
+
+    def failed() -> bool:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    queue.follow(None, failed)  # type: ignore[arg-type]
+    queue.start()
+    queue.join(30.0)
+    assert not queue.is_alive()
+    queue.close()
 
 
 # -- where it can run -------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 import tpcore
@@ -70,6 +72,23 @@ class OnFakeDevice(Backend):
         return torch.device(DEVICE, 0)
 
 
+class BlockingCopyError(AssertionError):
+    """The host would wait for all that the device has to do."""
+
+
+class Unblocked(TorchDispatchMode):
+    """Refuses copies from host memory to the device for which the host would wait, such as that of ``torch.tensor``."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        blocking = {torch.ops.aten._to_copy.default: 0, torch.ops.aten.copy_.default: 1}
+        if func in blocking and out.device.type == DEVICE and out.numel():  # caches of transformers begin empty
+            source = args[blocking[func]]
+            if source.device.type == "cpu" and not (args[2:] or (kwargs or {}).get("non_blocking")):
+                raise BlockingCopyError(f"{func} of {source.shape}")
+        return out
+
+
 class Model(torch.nn.Module):
     def __init__(self, sequence_dim: int | None) -> None:
         super().__init__()
@@ -100,10 +119,11 @@ def moved(ctx: ParallelContext, made: Callable[[], torch.nn.Module]) -> torch.nn
 
 def trained(model: torch.nn.Module, optimizer: torch.optim.Optimizer, loss_of: Callable[[Tensor], Tensor]) -> None:
     ids = torch.zeros(2, 8, dtype=torch.int64, device=DEVICE)
-    for _ in range(2):
-        with tpcore.overlap_grad_reduce(optimizer):
-            loss_of(ids).backward()
-        tpcore.optimizer_step(optimizer, max_norm=1.0)
+    for watch in (nullcontext(), Unblocked()):  # groups are made in the first step
+        with watch:
+            with tpcore.overlap_grad_reduce(optimizer):
+                loss_of(ids).backward()
+            tpcore.optimizer_step(optimizer, max_norm=1.0)
         optimizer.zero_grad()
     for name, p in model.named_parameters():
         assert p.device.type == DEVICE, name
@@ -187,14 +207,18 @@ def saved(ctx: ParallelContext) -> None:
 
 
 def caught(ctx: ParallelContext) -> None:
-    """What the device is for: both kinds of mistake are seen."""
+    """What the device is for: each kind of mistake is seen."""
     x = torch.ones(2, device=DEVICE)
     for wrong, error in (
         (lambda: x + torch.ones(2), FakeTensorDeviceMismatchError),
         (x.tolist, DataDependentOutputException),
+        (lambda: torch.tensor([1.0], device=DEVICE), BlockingCopyError),
+        (lambda: torch.ones(2).to(DEVICE), BlockingCopyError),
+        (lambda: x.copy_(torch.ones(2)), BlockingCopyError),
     ):
         try:
-            wrong()
+            with Unblocked():
+                wrong()
         except error:
             continue
         raise AssertionError(f"{error.__name__} was not raised")

@@ -49,8 +49,7 @@ class _ScaleGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: Tensor) -> Tensor:
         ctx.save_for_backward(factor)
-        ctx.mark_dirty(x)  # returns x itself: returned as a view, autograd would forbid in-place ops on it
-        return x
+        return x.clone()  # of a view autograd forbids in-place ops, and torch.compile takes no ctx.mark_dirty
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -188,7 +187,7 @@ class ParallelEmbedding(ParallelModule):
 
     def _gradient(self, y: Tensor, ids: Tensor) -> Tensor:
         """``y`` with its gradient scaled as ``padding_idx`` and ``scale_grad_by_freq`` require."""
-        if self.padding_idx is None and not self.scale_grad_by_freq:
+        if (self.padding_idx is None and not self.scale_grad_by_freq) or not torch.is_grad_enabled():
             return y
         factor = torch.ones_like(ids, dtype=y.dtype)
         if self.scale_grad_by_freq:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +21,11 @@ from .module import ParallelModule
 Index = NDArray[np.int64]
 UNPADDED = "tpcore_unpadded"
 """Attribute of a layer's output with padding, and of no result of an operation on it: the size without padding."""
+
+
+def on(device: torch.device, table: NDArray[Any]) -> Tensor:
+    """``table`` on ``device``, in the order of its queue: the host does not wait for what is before it there."""
+    return torch.from_numpy(table).to(device, non_blocking=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,20 +58,20 @@ class Features:
     def restored(self, y: Tensor) -> Tensor:
         """Gathered features in their unsharded order, without padding."""
         if self.order is not None:
-            return y.index_select(-1, torch.from_numpy(self.order).to(y.device))
+            return y.index_select(-1, on(y.device, self.order))
         return y.narrow(-1, 0, self.size) if self.padded else y
 
     def scatter(self, x: Tensor, comm: Comm) -> Tensor:
         """This rank's features. Padding holds arbitrary features, which ``mask`` clears."""
         if self.spread is not None:
-            x = x.index_select(-1, torch.from_numpy(self.spread).to(x.device))
+            x = x.index_select(-1, on(x.device, self.spread))
         return ops.scatter(x, comm)
 
     def mask(self, x: Tensor, comm: Comm) -> Tensor:
         """``x`` with this rank's padding zeroed, in backward too. The rank is data, not a Python constant."""
         if self.filled is None:
             return x
-        filled = torch.from_numpy(self.filled).to(x.device).index_select(0, comm.position).squeeze(0)
+        filled = on(x.device, self.filled).index_select(0, comm.position).squeeze(0)
         return x * filled.to(x.dtype)
 
 

@@ -131,7 +131,7 @@ def present_anywhere(has: Sequence[bool], dp: Comm, device: torch.device) -> lis
     # a lazy backend runs one program on all ranks, so they cannot differ
     if not has or dp.size == 1 or not dp.eager:
         return list(has)
-    anywhere = dp.all_reduce(torch.tensor(has, dtype=torch.int64, device=device), "max")
+    anywhere = dp.all_reduce(torch.tensor(has, dtype=torch.int64).to(device, non_blocking=True), "max")
     # on meta a step is recorded and not run
     return list(has) if anywhere.is_meta else [bool(n) for n in anywhere.tolist()]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 import threading
 import time
@@ -29,18 +30,21 @@ from tpcore.layout.mesh import Group
 
 SHARE = settings.Variable("NCCL_MULTI_RANK_GPU_ENABLE", settings.one_of({"1": True, "0": False}), False)
 ON_ERROR = settings.Variable("TORCH_NCCL_ASYNC_ERROR_HANDLING", str, "2")
+RETHROW = settings.Variable("TORCH_NCCL_RETHROW_CUDA_ERRORS", str, "0")
 
-
+_THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL: captures of other threads do not limit this one
 _LOOK = 0.2  # seconds between two looks: a thousandth of the time-out by default
 
 
 class Queue(threading.Thread):
     """Ends the job with a verdict if a collective is not complete ``timeout`` seconds after the one before it. A
     host that reads a value waits in the driver and cannot look itself; after the verdict the job's monitor aborts
-    the communicators: the read returns, and the next collective raises the verdict."""
+    the communicators: the read returns, and the next collective raises the verdict. ``enter`` is called in the thread,
+    before all that it asks the driver."""
 
-    def __init__(self, timeout: float) -> None:
+    def __init__(self, timeout: float, enter: Callable[[], object] = lambda: None) -> None:
         super().__init__(name="tpcore queue", daemon=True)
+        self._enter = enter
         self._timeout, self._ended = timeout, threading.Event()
         self._under_way: deque[tuple[Waiting, Callable[[], bool]]] = deque()
         # an interpreter that ends would end this thread inside a call of the driver
@@ -60,11 +64,15 @@ class Queue(threading.Thread):
         self._under_way.append((watch, done))
 
     def run(self) -> None:
+        self._enter()
         since = time.monotonic()
         while not self._ended.wait(_LOOK):
-            while self._under_way and self._under_way[0][1]():
-                self._under_way.popleft()
-                since = time.monotonic()
+            try:
+                while self._under_way and self._under_way[0][1]():
+                    self._under_way.popleft()
+                    since = time.monotonic()
+            except RuntimeError:  # the device has failed: what the rank asks of it next raises the same
+                return
             if not self._under_way:
                 since = time.monotonic()
             elif time.monotonic() - since > self._timeout:
@@ -127,12 +135,19 @@ class CudaBackend(C10dBackend):
         # before the group: a rank that leaves the current device at 0 opens a context there, and NCCL joins with the
         # device that is current
         torch.cuda.set_device(self.device())
-        if not ON_ERROR.is_set:
-            self._environment.enter_context(settings.changed({ON_ERROR.name: ON_ERROR.default}))
+        unset = {v.name: v.default for v in (ON_ERROR, RETHROW) if not v.is_set}
+        self._environment.enter_context(settings.changed(unset))
         if self.lazy:
-            self._queue = Queue(timeout)
+            self._queue = Queue(timeout, self._enter_thread)
             self._queue.start()
         return super().start(timeout)
+
+    def _enter_thread(self) -> None:
+        """Let a thread ask for events as torch's own watch does: without a context on GPU 0, and also while another
+        thread captures a CUDA graph, which its questions would end."""
+        torch.cuda.set_device(self.device())
+        mode = ctypes.c_int(_THREAD_LOCAL)
+        ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
     def _supervised(self, supervisor: Supervisor) -> None:
         """BackendError on all ranks if two have one GPU, which NCCL would report as an invalid usage."""

@@ -102,7 +102,7 @@ class Recomputed(torch.autograd.Function):
 
 def tick(number: int, like: Tensor) -> Tensor:
     """``number`` as a one-element tensor, moved to the device so that it is no constant of a program."""
-    return torch.tensor([number]).to(like.device)
+    return torch.tensor([number]).to(like.device, non_blocking=True)
 
 
 def where(condition: Tensor, a: Tensor, b: Tensor) -> Tensor:

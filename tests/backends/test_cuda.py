@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from on_cpu import OnCpu, StandIn
 from rank_pool import RankPool
@@ -407,6 +408,19 @@ def test_the_gpu_of_the_local_rank_is_current_before_the_job_is_joined(monkeypat
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "2"
     backend.stop()
     assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in os.environ
+
+
+def test_a_job_that_has_ended_leaves_no_group_and_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though its context, which layers keep, lives on."""
+    monkeypatch.setattr(torch.cuda, "set_device", torch.cuda.set_device)  # which OnCpu replaces
+    contexts, threads = [], []
+    for _ in range(3):  # torch keeps threads of its own from the first job on
+        contexts.append(tpcore.init(OnCpu()))
+        assert contexts[-1].comm("tp").process_group.size() == 1
+        tpcore.shutdown()
+        assert not dist.is_initialized()
+        threads.append(len(os.listdir("/proc/self/task")))
+    assert threads[0] == threads[2]
 
 
 # -- where it can run -------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from on_cpu import OnCpu, StandIn
 from rank_pool import RankPool
@@ -433,6 +434,19 @@ def test_a_queue_ends_when_the_device_has_failed() -> None:
     queue.join(30.0)
     assert not queue.is_alive()
     queue.close()
+
+
+def test_a_job_that_has_ended_leaves_no_group_and_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though its context, which layers keep, lives on."""
+    monkeypatch.setattr(torch.cuda, "set_device", torch.cuda.set_device)  # which OnCpu replaces
+    contexts, threads = [], []
+    for _ in range(3):  # torch keeps threads of its own from the first job on
+        contexts.append(tpcore.init(OnCpu()))
+        assert contexts[-1].comm("tp").process_group.size() == 1
+        tpcore.shutdown()
+        assert not dist.is_initialized()
+        threads.append(len(os.listdir("/proc/self/task")))
+    assert threads[0] == threads[2]
 
 
 # -- where it can run -------------------------------------------------------------------------------------

@@ -86,8 +86,8 @@ def save_adapters(
     state = dict(options.pop("state_dict", None) or {})
     if not state:
         head = getattr(model, "get_output_embeddings", lambda: None)()
-        tables = (m for m in model.modules() if m is head or isinstance(m, nn.Embedding | ParallelEmbedding))
-        saved = {id(p) for m in tables for p in m.parameters()}
+        tables: list[nn.Module] = [m for m in model.modules() if isinstance(m, nn.Embedding | ParallelEmbedding)]
+        saved = {id(p) for m in (*tables, *([head] if head else [])) for p in m.parameters()}
         for name, t in model.state_dict(keep_vars=True).items():
             if t.requires_grad or "lora_" in name or "modules_to_save" in name or id(t) in saved:
                 state[name] = whole(t)

@@ -85,7 +85,7 @@ def save_adapters(
     ctx = current()
     state = dict(options.pop("state_dict", None) or {})
     if not state:
-        head = getattr(model, "get_output_embeddings", lambda: None)()
+        head: Any = getattr(model, "get_output_embeddings", lambda: None)()
         tables = (m for m in model.modules() if m is head or isinstance(m, nn.Embedding | ParallelEmbedding))
         saved = {id(p) for m in tables for p in m.parameters()}
         for name, t in model.state_dict(keep_vars=True).items():

@@ -24,6 +24,7 @@ import tpcore
 from tpcore import ColumnParallelLinear, Mesh, ParallelEmbedding, RowParallelLinear
 from tpcore.cli.app import app
 from tpcore.comm import mappings as ops
+from tpcore.diagnose.explain import target
 from tpcore.diagnose.summary import kinds, pattern, size
 from tpcore.testing import ThreadBackend, run_ranks
 from tpcore.testing.threads import ThreadTransport
@@ -472,6 +473,12 @@ def test_a_model_of_transformers_by_its_own_plan(name: str, tmp_path: Path) -> N
         assert all(c.nbytes < 100 for c in forward[5:])
         spread = tpcore.explain(where, tp=2, seq_len=8, plan="auto", sequence_parallel=True).program(0)
         assert "reduce_scatter" in " ".join(c.op for c in spread.collectives)
+
+
+def test_a_training_step_fills_no_cache_of_generation() -> None:
+    with torch.device("meta"):
+        model, inputs = target.build("GPT2Model", 1, 8)
+        assert model(**inputs).past_key_values is None
 
 
 def test_a_plan_in_a_file_and_what_is_wrong_with_one(tmp_path: Path) -> None:

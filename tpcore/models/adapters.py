@@ -102,12 +102,12 @@ def save_adapters(
 
 def _of_stages(model: Any, state: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     """The adapters of all stages by name, from the ``state`` of each. Collective over them."""
-    found: dict[str, dict[str, Tensor]] = {}
+    adapters: dict[str, dict[str, Tensor]] = {}
     for name in model.peft_config:
-        mine = get_peft_model_state_dict(model, state_dict=state, adapter_name=name)
-        parts = gather_bytes(save(mine), current().comm("pp"))
-        found[name] = {key: t for part in parts for key, t in load(part).items()}
-    return found
+        local = get_peft_model_state_dict(model, state_dict=state, adapter_name=name)
+        parts = gather_bytes(save(local), current().comm("pp"))
+        adapters[name] = {key: t for part in parts for key, t in load(part).items()}
+    return adapters
 
 
 def _folder(where: str, name: str) -> str:
@@ -138,7 +138,7 @@ def aside(adapted: Any) -> Iterator[Any]:
             )
     configs = model.__dict__.get("peft_config", {})
     for config in configs.values():
-        refuse(config, made=True)
+        refuse(config, initialized=True)
     model.__dict__.pop("peft_config", None)
     for name, layer in layers.items():
         model.set_submodule(name, getattr(layer, _INNER[type(layer)]))
@@ -198,9 +198,9 @@ def _part_of(module: nn.Module, like: ParallelModule) -> nn.Module:
     """This rank's part of the whole ``module``, in a copy of the sharded layer ``like``."""
     part = copy.deepcopy(like).train(module.training)
     for name, p in module.named_parameters():
-        found = sharding(like.get_parameter(name))
-        value = p.detach() if found is None else found.layout.shard(p.detach(), found.ctx.rank, found.ctx.mesh)
-        part.get_parameter(name).data = value.clone()
+        mark = sharding(like.get_parameter(name))
+        local = p.detach() if mark is None else mark.layout.shard(p.detach(), mark.ctx.rank, mark.ctx.mesh)
+        part.get_parameter(name).data = local.clone()
     keeping(part, module)
     part.register_load_state_dict_pre_hook(take_part)
     return part

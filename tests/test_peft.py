@@ -24,6 +24,7 @@ from tpcore.cli.app import app
 from tpcore.layers.sharding import sharding
 from tpcore.layout.mesh import Mesh
 from tpcore.models.transformers import REFUSED
+from tpcore.models.whole import whole as unsharded
 from tpcore.testing import run_ranks
 
 peft = pytest.importorskip("peft")
@@ -216,8 +217,14 @@ def test_files_have_the_vocabularys_tables_where_asked_for(tmp_path: Path) -> No
     assert got.keys() == want.keys()
     assert all(torch.equal(got[name], want[name]) for name in want)
     opened = peft.PeftModel.from_pretrained(made(llama), tmp_path / "after").state_dict()
-    for name in ("base_model.model.lm_head.weight", "base_model.model.model.embed_tokens.weight"):
-        assert torch.equal(opened[name], want[name])
+    names = "base_model.model.lm_head.weight", "base_model.model.model.embed_tokens.weight"
+    assert all(torch.equal(opened[name], want[name]) for name in names)
+
+    def on_a_mesh(_: tpcore.ParallelContext) -> None:
+        model = from_pretrained(tpcore.parallelize(made(llama)), tmp_path / "after")
+        assert all(torch.equal(unsharded(model.get_parameter(name)), want[name]) for name in names)
+
+    run_ranks(Mesh({"tp": 4}), on_a_mesh)
 
 
 @pytest.mark.parametrize("options", [{}, {"targets": ["embed_tokens", "q_proj"], "modules_to_save": ["down_proj"]}])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import MethodType
 from typing import Any
 
@@ -23,6 +23,7 @@ from ..runtime.consensus import gather_bytes, together
 from ..runtime.context import current
 from ..train.pipeline import PipelinedLayers
 from .lora import HEAD, LAYERS, ShardedLora, ShardedLoraEmbedding, refuse, take_part
+from .loss import IS_HEAD
 from .whole import whole
 
 
@@ -116,8 +117,20 @@ def _folder(where: str, name: str) -> str:
 
 def load_adapters(model: Any, where: str) -> None:
     """Load this rank's part of what ``save_pretrained`` wrote, for each adapter of the ``PeftModel``."""
-    for name in model.peft_config:
-        set_peft_model_state_dict(model, load_peft_weights(_folder(where, name), "cpu"), adapter_name=name)
+    with whole_tables(model):
+        for name in model.peft_config:
+            set_peft_model_state_dict(model, load_peft_weights(_folder(where, name), "cpu"), adapter_name=name)
+
+
+@contextmanager
+def whole_tables(model: nn.Module) -> Iterator[None]:
+    """Inside, files may have the vocabulary's tables of a sharded model whole, as ``save_embedding_layers`` writes
+    them."""
+    with ExitStack() as hooks:
+        for layer in model.modules():
+            if isinstance(layer, ParallelEmbedding) or layer.__dict__.get(IS_HEAD):
+                hooks.enter_context(layer.register_load_state_dict_pre_hook(take_part))
+        yield
 
 
 @contextmanager

@@ -9,7 +9,6 @@ import families
 import pytest
 import torch
 import transformers
-from test_families import ROWS
 from tiers import tiers
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -87,7 +86,7 @@ def check_law(ranks: list[list[Dropped]]) -> tuple[int, int]:
 
 
 LIST = ["bert", "gpt2", "t5", "opt", "bart", "bloom", "vit", "deberta-v2", "gptj", "gpt_bigcode"]
-OTHERS = sorted({name for name, text in ROWS.items() if text == "works"} - {*LIST})
+OTHERS = sorted(families.on_the_page("Work").keys() - {*LIST})
 POSITIONS = {"relative_attention": True, "position_buckets": 8, "pos_att_type": ["p2c", "c2p"]}
 SPECIAL: dict[str, dict[str, Any]] = {"deberta-v2": POSITIONS}
 

@@ -70,15 +70,15 @@ def timed(run: Callable[[], object], rounds: int, at: torch.device) -> dict[str,
         run()
     if cuda:
         torch.cuda.reset_peak_memory_stats()  # of how the model was made, in float32, and compiled
-    taken = []
+    durations = []
     for _ in range(rounds):
         wait()
         began = time.perf_counter()
         run()
         wait()
-        taken.append(time.perf_counter() - began)
+        durations.append(time.perf_counter() - began)
     peak = torch.cuda.max_memory_allocated() if cuda else None
-    return {"seconds": statistics.median(taken), "fastest": min(taken), "slowest": max(taken), "peak": peak}
+    return {"seconds": statistics.median(durations), "fastest": min(durations), "slowest": max(durations), "peak": peak}
 
 
 def joined(options: Namespace) -> torch.device:
@@ -113,8 +113,8 @@ def stepping(model: Any, ids: Tensor, options: Namespace) -> Callable[[], Tensor
 
 
 def batch(size: Size, at: torch.device) -> Tensor:
-    made = torch.Generator().manual_seed(0)
-    return torch.randint(size.vocab, (size.batch, size.length), generator=made).to(at)
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(size.vocab, (size.batch, size.length), generator=generator).to(at)
 
 
 def curve(options: Namespace) -> dict[str, Any]:
@@ -171,8 +171,8 @@ def generate(options: Namespace) -> dict[str, Any]:
     def run() -> None:
         model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, pad_token_id=0, **asked)
 
-    found = timed(run, 3, at)
-    return {"tokens a second": len(prompt) * new / found["seconds"], **found}
+    figures = timed(run, 3, at)
+    return {"tokens a second": len(prompt) * new / figures["seconds"], **figures}
 
 
 WORK = {work.__name__: work for work in (curve, reads, step, loss, generate)}
@@ -189,17 +189,17 @@ def stages(options: Namespace) -> list[Stage]:
     shared = {"TPCORE_CUDA_TRANSPORT": "gloo"} if gpus == 1 else {}
     over = ", over NCCL on one GPU" if gpus == 1 and torch.cuda.nccl.version() >= (2, 30) else None
     tool = [sys.executable, "-m", "tpcore"]
-    found: list[Stage] = [("doctor", [*tool, "doctor"], {}, 60.0)]
+    stages: list[Stage] = [("doctor", [*tool, "doctor"], {}, 60.0)]
 
     def add(work: str, *contestants: str, tp: int = 1, limit: float = 60.0, how: str = "") -> None:
         backend = "cpu_gloo" if "CPU" in how else options.backend
         rounds = options.rounds if tp == 1 else min(3, options.rounds)  # gloo carries gigabytes through the host
-        given = f"--work {work} --tp {tp} --backend {backend} --size {options.size} --rounds {rounds}".split()
+        arguments = f"--work {work} --tp {tp} --backend {backend} --size {options.size} --rounds {rounds}".split()
         # one rank needs no launcher, which takes seconds to start
         launcher = ["torch.distributed.run", "--standalone", f"--nproc_per_node={tp}", "-m"] if tp > 1 else []
         for who in contestants:
-            command = [sys.executable, "-m", *launcher, "benchmarks.cuda_session", *given, "--contestant", who]
-            found.append((f"{work}, {who}, tp={tp}{how}", command, variables(tp, how), limit))
+            command = [sys.executable, "-m", *launcher, "benchmarks.cuda_session", *arguments, "--contestant", who]
+            stages.append((f"{work}, {who}, tp={tp}{how}", command, variables(tp, how), limit))
 
     def variables(tp: int, how: str) -> Variables:
         return {} if tp == 1 else ON_ONE_GPU if how == over else shared
@@ -207,7 +207,7 @@ def stages(options: Namespace) -> list[Stage]:
     def verify(tp: int, how: str = "") -> None:
         table = str(options.out.with_suffix(f".tp{tp}{'.nccl' if how else ''}.json"))
         command = [*tool, "verify", "--backend", options.backend, "--tp", str(tp), "--json", table]
-        found.append((f"verify, tp={tp}{how}", command, variables(tp, how), 120.0))
+        stages.append((f"verify, tp={tp}{how}", command, variables(tp, how), 120.0))
 
     verify(1)
     verify(2)
@@ -224,7 +224,7 @@ def stages(options: Namespace) -> list[Stage]:
     add("step", "tpcore", tp=2, limit=90.0)
     add("step", "plain compiled", "tpcore compiled", limit=120.0)
     add("generate", "tpcore graphs", limit=120.0)
-    return [stage for stage in found if kind(stage) in options.stages]
+    return [stage for stage in stages if kind(stage) in options.stages]
 
 
 def kind(stage: Stage) -> str:
@@ -247,11 +247,11 @@ def outcome(command: list[str], variables: Variables, limit: float) -> dict[str,
                 return {"error": f"not done after {limit:.0f} s"}
             finally:
                 kill(f"{RESULT}={result}".encode())
-        found: dict[str, Any] = json.loads(result.read_text()) if result.exists() else {}
+        figures: dict[str, Any] = json.loads(result.read_text()) if result.exists() else {}
     if job.returncode:
-        found["error"] = (errors or printed)[-2000:]
-    found = found or {"printed": printed[-4000:]}
-    return {**found, "took": round(time.monotonic() - began, 1)}
+        figures["error"] = (errors or printed)[-2000:]
+    figures = figures or {"printed": printed[-4000:]}
+    return {**figures, "took": round(time.monotonic() - began, 1)}
 
 
 def kill(variable: bytes) -> None:
@@ -286,7 +286,7 @@ def session(options: Namespace) -> bool:
         if kind(stage) in TIMED:
             run(stage)
             options.out.write_text(json.dumps(written, indent=1))
-    curves = [found["losses"] for found in figures.values() if "losses" in found]
+    curves = [figures_of["losses"] for figures_of in figures.values() if "losses" in figures_of]
     pairs = [pair for other in curves[1:] for pair in zip(curves[0], other, strict=True)]
     apart = max((abs(a / b - 1) for a, b in pairs), default=0.0)
     expected = sum(name.startswith("curve") for name in figures)
@@ -294,11 +294,11 @@ def session(options: Namespace) -> bool:
     return len(curves) == expected and apart <= APART
 
 
-def in_a_line(found: dict[str, Any]) -> str:
-    if "error" in found:
-        lines = found["error"].strip().splitlines()
+def in_a_line(figures: dict[str, Any]) -> str:
+    if "error" in figures:
+        lines = figures["error"].strip().splitlines()
         return next((line for line in reversed(lines) if "Error: " in line), lines[-1] if lines else "failed")
-    return ", ".join(f"{key} {value:.6g}" for key, value in found.items() if isinstance(value, int | float))
+    return ", ".join(f"{key} {value:.6g}" for key, value in figures.items() if isinstance(value, int | float))
 
 
 def main() -> None:
@@ -315,9 +315,9 @@ def main() -> None:
     options = parser.parse_args()
     if options.work is None:
         sys.exit(not session(options))
-    found = WORK[options.work](options)
+    figures = WORK[options.work](options)
     if int(os.environ.get("RANK", "0")) == 0:
-        Path(os.environ[RESULT]).write_text(json.dumps(found))
+        Path(os.environ[RESULT]).write_text(json.dumps(figures))
     if tpcore.is_initialized():
         tpcore.shutdown()
 

@@ -29,6 +29,10 @@ REPLIES = {
     "w2": ["d1", "<call>", CALL, "</call>", "</s>"],
     "w3": ["e1", "<call>", "{oops", "</call>", "</s>"],
     "w4": ["f1", "f2", "f3", "f4", "</s>"],
+    "w5": ["e1", "<call>", "{oops", "</s>"],
+    "w6": ["e1", "<call>", '{"name":5,"arguments":{}}', "</call>", "</s>"],
+    "w7": ["d1", "<call>", f"[{CALL},{CALL}]", "</call>", "</s>"],
+    "unanchored": ["d1", "</s>"],
 }
 WORDS = ["<unk>", *dict.fromkeys(word for prompt, reply in REPLIES.items() for word in (prompt, *reply))]
 FIELDS = {
@@ -89,14 +93,13 @@ class Script:
         self.output_router.deliver_batch(outputs)
 
 
-@pytest.fixture
-def web() -> tuple[Any, Script, Batches]:
+def served(fields: dict[str, Any]) -> tuple[Any, Script, Batches]:
     """The application, and the engine behind it."""
     text = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
     text.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=text, unk_token="<unk>", eos_token="</s>")
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    tokenizer.response_template = {"defaults": {"role": "assistant"}, "start_anchor_pattern": r"w\d", "fields": FIELDS}
+    tokenizer.response_template = {"defaults": {"role": "assistant"}, "start_anchor_pattern": r"w\d", "fields": fields}
     ends = transformers.GenerationConfig(eos_token_id=WORDS.index("</s>"))
     model = SimpleNamespace(generation_config=ends, config=SimpleNamespace(model_type="none"))
     engine = Script()
@@ -105,7 +108,16 @@ def web() -> tuple[Any, Script, Batches]:
 
 
 @pytest.fixture
+def web() -> tuple[Any, Script, Batches]:
+    return served(FIELDS)
+
+
+@pytest.fixture
 def run(web: tuple[Any, Script, Batches]) -> Run:
+    return asking(web)
+
+
+def asking(web: tuple[Any, Script, Batches]) -> Run:
     """Runs a function of OpenAI's client and the engine behind it."""
     app, engine, _ = web
 
@@ -164,6 +176,7 @@ async def streamed(client: openai.AsyncOpenAI, prompt: str, **options: Any) -> A
         ("w2", {}, ("d1", "", ['f {"x": 1}'], "tool_calls", 5)),
         ("w2", {"max_tokens": 2}, ("d1", "", [], "length", 2)),
         ("w3", {"max_tokens": 3}, ("e1", "", [], "length", 3)),  # in the midst of a call
+        ("unanchored", {}, ("d1", "", [], "stop", 2)),
     ],
 )
 def test_an_answer_is_what_its_stream_has(run: Run, ask: Any, prompt: str, options: Any, want: Answer) -> None:
@@ -171,14 +184,24 @@ def test_an_answer_is_what_its_stream_has(run: Run, ask: Any, prompt: str, optio
 
 
 @pytest.mark.parametrize("ask", [whole, streamed])
-def test_a_call_that_no_parser_takes_fails_its_request_alone(run: Run, ask: Any) -> None:
+def test_a_region_of_several_calls(ask: Any) -> None:
+    each = {"type": "function", "function": {"name": "{name}", "arguments": "{arguments}"}}
+    calls = FIELDS["tool_calls"] | {"transform_each": True, "transform": each}
+    run = asking(served(FIELDS | {"tool_calls": calls}))
+    assert run(lambda client, _: ask(client, "w7")) == ("d1", "", ['f {"x": 1}'] * 2, "tool_calls", 5)
+
+
+@pytest.mark.parametrize("ask", [whole, streamed])
+@pytest.mark.parametrize("prompt", ["w3", "w5", "w6"])
+def test_a_call_that_no_parser_takes_fails_its_request_alone(run: Run, ask: Any, prompt: str) -> None:
     async def both(client: openai.AsyncOpenAI, engine: Script) -> Any:
         engine.waits_for = 2
-        return await asyncio.gather(ask(client, "w3"), streamed(client, "w4"), return_exceptions=True)
+        return await asyncio.gather(ask(client, prompt), streamed(client, "w4"), return_exceptions=True)
 
     failed, other = run(both)
     assert isinstance(failed, openai.APIError)
-    assert "the model's answer is not as its template says: json parser could not parse region" in failed.message
+    assert "the model's answer is not as its template says: " in failed.message
+    assert ask is streamed or failed.status_code == 500
     assert other == ("f1 f2 f3 f4", "", [], "stop", 5)
 
 
@@ -220,7 +243,9 @@ def test_a_signal_ends_what_is_not_answered_in_time(
     before = signal.signal(signal.SIGTERM, lambda *_: None)  # as a rank has it: uvicorn raises the signal again
     try:
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            assert "the server was told to end before this answer was complete" in asyncio.run(ask(listener)).message
+            error: Any = asyncio.run(ask(listener))
+            assert "the server was told to end before this answer was complete" in error.message
+            assert stream or error.status_code == 503
         assert os.read(ready, 1) == b"1"
     finally:
         signal.signal(signal.SIGTERM, before)

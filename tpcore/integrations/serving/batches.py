@@ -11,7 +11,13 @@ from typing import Any
 import torch
 from fastapi import HTTPException
 from torch import Tensor
-from transformers.cli.serving.utils import CBGenerateManager, CBStreamer, _StreamError, response_events_to_chunks
+from transformers.cli.serving.utils import (
+    CBGenerateManager,
+    CBStreamer,
+    ToolCall,
+    _StreamError,
+    response_events_to_chunks,
+)
 from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessor
 from transformers.generation.logits_process import LogitsProcessorList
 
@@ -68,6 +74,10 @@ class Batches(CBGenerateManager):
         sampled = gen_config.do_sample and gen_config.temperature != 0
         queue: asyncio.Queue[Any] = asyncio.Queue()
         text, loop = getattr(processor, "tokenizer", processor)._tokenizer, asyncio.get_running_loop()
+        if response_parser is not None:
+            prompt = processor.decode(ids)
+            if response_parser._spec.truncate_past_last_anchor(prompt) == prompt:  # else it begins with the prompt
+                response_parser.initial_events = []
         stream = Stream(self._cb, request_id, text, loop, queue, response_parser=response_parser, config=gen_config)
         self._cb.register_result_handler(request_id, stream.take)
         accepted = self._cb.add_request(
@@ -135,13 +145,14 @@ class Stream(CBStreamer):
             self._take(output)
         except Exception as e:  # noqa: BLE001  the parser has no error of its own for a malformed call
             self.cancel()
-            self._queue.put_nowait(Failure(500, f"the model's answer is not as its template says: {first_line(e)}"))
+            why = "the model's answer is not as its template says: " if self._parser is not None else ""
+            self._queue.put_nowait(Failure(500, why + first_line(e)))
 
     def _take(self, output: Any) -> None:
         if output.error is not None:
             self._over = True
             told = output.error == _TOLD
-            why = f"a rank failed, and the ranks start again: {output.error.splitlines()[0]}"
+            why = f"a rank failed, and the ranks start again: {(output.error or 'no message').splitlines()[0]}"
             self._queue.put_nowait(Failure(503, _TOLD if told else why))
             return
         for token in output.generated_tokens[len(self.tokens) :]:
@@ -172,8 +183,28 @@ class Stream(CBStreamer):
         if text and parser is None:
             self._queue.put_nowait(text)
         elif text:
-            for item in response_events_to_chunks(parser.feed(text)):
-                self._queue.put_nowait(item)
+            self._put(parser.feed(text))
+
+    def _put(self, events: list[dict[str, Any]]) -> None:
+        for event in events:
+            values = event.get("value")
+            if event.get("field") != "tool_calls" or not isinstance(values, list):
+                values = [values]
+            for each in values:  # a region may have several calls
+                for item in response_events_to_chunks([event | {"value": each}]):
+                    if isinstance(item, ToolCall):
+                        (item.name + item.arguments).encode()  # an error of what is no text
+                    self._queue.put_nowait(item)
+
+    def end(self) -> None:
+        parser: Any = self._parser
+        if parser is not None:
+            try:
+                self._put(parser.finalize()[1])
+            except (ValueError, RuntimeError):
+                if self.tokens[-1] in self._ends:  # it was not cut: what is open is malformed
+                    raise
+        self._queue.put_nowait(None)
 
     def _end(self, rest: str, stopped: bool) -> None:
         if stopped:

@@ -101,9 +101,10 @@ async def _answer(handler: Any, content: str, request: Request) -> Response:
 
 
 def _plain(body: Any) -> Any:
-    """``body`` and its messages without what is null, which OpenAI's clients send for what is not said."""
+    """``body`` and its messages without what is null or no calls, which clients send for what is not said."""
     if isinstance(body, dict):
-        body = {name: value for name, value in body.items() if value is not None}
+        # transformers' templates lose the text beside a list of no calls
+        body = {k: v for k, v in body.items() if v is not None and not (k == "tool_calls" and v == [])}
         if isinstance(body.get("messages"), list):
             body["messages"] = [*map(_plain, body["messages"])]
     return body

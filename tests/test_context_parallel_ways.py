@@ -49,6 +49,19 @@ def test_bytes_are_those_of_a_recorded_step(way: Way, cp: int, keys: int, tmp_pa
         assert sum(c.sent for c in calls) == LAYERS * sizes(keys, cp, dtype.itemsize).sent(way, 64)
 
 
+@pytest.mark.parametrize("way", ["gather", "ulysses"])
+def test_keys_of_latent_attention_are_wider_than_its_values(way: Way, tmp_path: Path) -> None:
+    latent = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+    architecture = {"model_type": "minicpm3", "architectures": ["MiniCPM3ForCausalLM"]}
+    where = config(tmp_path, HEADS, **latent, **architecture)
+    step = tpcore.explain(where, cp=2, seq_len=4096, plan="auto", context_parallel=way, ranks=[0], max_norm=None)
+    calls = [c for c in step.program(0).collectives if c.axes == ("cp",) and len(c.shape) == 4]
+    width = (8 + 4 + 8) // 2
+    of = AttentionSizes(HEADS, HEADS, width, HEADS * HEAD_DIM, 4, 2, 1)
+    assert sum(c.sent for c in calls) == LAYERS * of.sent(way, 4096)
+    assert f"sends {of.sent(way, 4096) / 2**20:,.1f} MiB" in str(step.to_json())
+
+
 def kept(layer: ContextParallelAttention, length: int, keys: int, masked: bool = False) -> int:
     """Bytes that autograd keeps of one attention, each memory once."""
     found: dict[int, int] = {}

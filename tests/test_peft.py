@@ -203,26 +203,33 @@ def test_files_open_on_one_process_and_on_any_mesh(tmp_path: Path) -> None:
 
 
 def test_files_have_the_vocabularys_tables_where_asked_for(tmp_path: Path) -> None:
-    def save(how: str) -> None:
-        model = adapted(llama, how, {})
-        warm(model)
+    def save(name: str, model: Any) -> None:
         with torch.no_grad():  # they are other ones than the base model's, as after resize_token_embeddings
             for table in (model.get_input_embeddings(), model.get_output_embeddings()):
                 table.weight.mul_(2)
-        model.save_pretrained(tmp_path / how, save_embedding_layers=True)
+        model.save_pretrained(tmp_path / name, save_embedding_layers=True)
 
-    save("one")
-    run_ranks(TWO, lambda _: save("after"))
-    want, got = (load_file(tmp_path / how / "adapter_model.safetensors") for how in ("one", "after"))
-    assert got.keys() == want.keys()
-    assert all(torch.equal(got[name], want[name]) for name in want)
-    opened = peft.PeftModel.from_pretrained(made(llama), tmp_path / "after").state_dict()
+    def warmed() -> Any:
+        model = adapted(llama, "", {})
+        warm(model)
+        return model
+
+    save("one", warmed())
+    run_ranks(TWO, lambda _: save("tp", tpcore.parallelize(warmed())))
+    mesh = Mesh({"pp": 2, "dp": 1, "tp": 2})
+    run_ranks(mesh, lambda _: save("pp", tpcore.parallelize(warmed(), num_microbatches=2)))
+    want, *got = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("one", "tp", "pp"))
+    for state in got:
+        assert state.keys() == want.keys()
+        assert [name for name in want if not torch.equal(state[name], want[name])] == []
+    opened = peft.PeftModel.from_pretrained(made(llama), tmp_path / "tp").state_dict()
     names = "base_model.model.lm_head.weight", "base_model.model.model.embed_tokens.weight"
     assert all(torch.equal(opened[name], want[name]) for name in names)
 
     def on_a_mesh(_: tpcore.ParallelContext) -> None:
-        model = from_pretrained(tpcore.parallelize(made(llama)), tmp_path / "after")
+        model = from_pretrained(tpcore.parallelize(made(llama)), tmp_path / "tp")
         assert all(torch.equal(unsharded(model.get_parameter(name)), want[name]) for name in names)
+        model.load_adapter(tmp_path / "one", "second")
 
     run_ranks(Mesh({"tp": 4}), on_a_mesh)
 

@@ -187,7 +187,7 @@ class ParallelEmbedding(ParallelModule):
 
     def _gradient(self, y: Tensor, ids: Tensor) -> Tensor:
         """``y`` with its gradient scaled as ``padding_idx`` and ``scale_grad_by_freq`` require."""
-        if (self.padding_idx is None and not self.scale_grad_by_freq) or not torch.is_grad_enabled():
+        if (self.padding_idx is None and not self.scale_grad_by_freq) or not y.requires_grad:
             return y
         factor = torch.ones_like(ids, dtype=y.dtype)
         if self.scale_grad_by_freq:

@@ -75,6 +75,7 @@ def bound(model: Any) -> Any:
         config._register_custom_module(LAYERS)
     model.base_model.peft_config = model.get_base_model().peft_config = configs
     model.__dict__["save_pretrained"] = MethodType(save_adapters, model)
+    model.__dict__["load_adapter"] = MethodType(_load_adapter, model)
     return model
 
 
@@ -83,12 +84,12 @@ def save_adapters(
 ) -> None:
     """``save_pretrained`` of a ``PeftModel``: peft's files, ``adapter_config.json`` and ``adapter_model.safetensors``,
     of the whole adapters. Rank 0 writes, whatever ``is_main_process``. Collective over the world."""
-    ctx = current()
+    ctx, tables_too = current(), options.get("save_embedding_layers", "auto")
     state = dict(options.pop("state_dict", None) or {})
     if not state:
         head: Any = getattr(model, "get_output_embeddings", lambda: None)()
         tables = (m for m in model.modules() if m is head or isinstance(m, nn.Embedding | ParallelEmbedding))
-        saved = {id(p) for m in tables for p in m.parameters()}
+        saved = {id(p) for m in tables for p in m.parameters()} if tables_too else set()
         for name, t in model.state_dict(keep_vars=True).items():
             if t.requires_grad or "lora_" in name or "modules_to_save" in name or id(t) in saved:
                 state[name] = whole(t)
@@ -96,16 +97,18 @@ def save_adapters(
     with together(ctx):
         if ctx.rank == 0:
             type(model).save_pretrained(model, os.fspath(save_directory), *args, state_dict=state, **options)
-            for name, whole_adapter in stages.items():  # peft writes what its model has, one stage's
+            for name, of_all in stages.items():  # peft writes what its model has, one stage's
+                local = get_peft_model_state_dict(model, state, name, save_embedding_layers=tables_too)
                 file = os.path.join(_folder(os.fspath(save_directory), name), SAFETENSORS_WEIGHTS_NAME)
-                save_file(whole_adapter, file, {"format": "pt"})
+                save_file({**local, **of_all}, file, {"format": "pt"})
 
 
 def _of_stages(model: Any, state: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     """The adapters of all stages by name, from the ``state`` of each. Collective over them."""
     adapters: dict[str, dict[str, Tensor]] = {}
     for name in model.peft_config:
-        local = get_peft_model_state_dict(model, state_dict=state, adapter_name=name)
+        # the vocabulary's tables are on every stage
+        local = get_peft_model_state_dict(model, state_dict=state, adapter_name=name, save_embedding_layers=False)
         parts = gather_bytes(save(local), current().comm("pp"))
         adapters[name] = {key: t for part in parts for key, t in load(part).items()}
     return adapters
@@ -120,6 +123,11 @@ def load_adapters(model: Any, where: str) -> None:
     with whole_tables(model):
         for name in model.peft_config:
             set_peft_model_state_dict(model, load_peft_weights(_folder(where, name), "cpu"), adapter_name=name)
+
+
+def _load_adapter(model: Any, *args: Any, **options: Any) -> Any:
+    with whole_tables(model):
+        return type(model).load_adapter(model, *args, **options)
 
 
 @contextmanager

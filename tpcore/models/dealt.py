@@ -67,8 +67,8 @@ class DealtTokens:
         once = self.compared and current().checks is None
         traced = not self.comm.eager or torch.compiler.is_compiling() or any(t.is_meta for t in batch.values())
         if not (once or traced):
-            self.compared = True
             compare_ranks(batch, self.comm, "ranks {} and {} of cp", "every rank of cp gets the whole batch")
+            self.compared = True
 
     def enter(self, base: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A hook of the model below the head, where routers are."""

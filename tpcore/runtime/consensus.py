@@ -181,7 +181,10 @@ def compare_ranks(tensors: Mapping[str, Tensor], comm: Comm, pair: str, need: st
     with places for their numbers. Collective."""
     gathered = gather([(name, _digest(plain(t.detach()))) for name, t in tensors.items()], comm)
     for other, notes in enumerate(gathered):
-        for (name, here), (_, there) in zip(gathered[0], notes, strict=False):
+        names, first = ([name for name, _ in note] for note in (notes, gathered[0]))
+        if names != first:
+            raise ValueError(f"{pair.format(0, other)} have {', '.join(first)} and {', '.join(names)}: {need}")
+        for (name, here), (_, there) in zip(gathered[0], notes, strict=True):
             if not _alike(here, there):
                 raise ValueError(
                     f"{pair.format(0, other)} differ in {name}: {need}, its inputs and its labels, and draws the same "

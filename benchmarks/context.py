@@ -153,9 +153,11 @@ def fits(options: Namespace, limit: float) -> None:
     lines = ["| | cp | " + " | ".join(f"{n:,} tokens" for n in sorted(options.tokens)) + f" | {limit:g} MiB fit |"]
     lines += ["|---|" + "---:|" * (len(options.tokens) + 2)]
     for (way, degree), by_length in peaks.items():
-        longest = np.interp(limit, list(by_length.values()), list(by_length), left=np.nan, right=np.nan)
+        longest = f"{np.interp(limit, list(by_length.values()), list(by_length)):,.0f}"
+        if max(by_length.values()) < limit:
+            longest = f"more than {max(by_length):,}"
         shown = [f"{by_length[n]:,.0f} MiB" if n in by_length else "-" for n in sorted(options.tokens)]
-        lines.append(f"| {way} | {degree} | {' | '.join(shown)} | {longest:,.0f} tokens |")
+        lines.append(f"| {way} | {degree} | {' | '.join(shown)} | {longest} tokens |")
     sys.stdout.write("\n".join(lines) + "\n\nall losses of a length are the same\n\n")
     if options.plot is not None:
         draw(peaks, limit, options.plot)

@@ -138,16 +138,17 @@ class CudaBackend(C10dBackend):
         unset = {v.name: v.default for v in (ON_ERROR, RETHROW) if not v.is_set}
         self._environment.enter_context(settings.changed(unset))
         if self.lazy:
-            self._queue = Queue(timeout, partial(self._enter_thread, ctypes.CDLL("libcuda.so.1")))
+            self._queue = Queue(timeout, self._enter_thread)
             self._queue.start()
         return super().start(timeout)
 
-    def _enter_thread(self, driver: ctypes.CDLL) -> None:
+    def _enter_thread(self) -> None:
         """Let a thread ask for events as torch's own watch does: without a context on GPU 0, and also while another
         thread captures a CUDA graph, which its questions would end."""
         torch.cuda.set_device(self.device())
         mode = ctypes.c_int(_THREAD_LOCAL)
-        if code := driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)):
+        # torch has loaded the library with the device
+        if code := ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)):
             raise BackendError(f"the driver refuses a thread the mode in which it may ask for events: error {code}")
 
     def _supervised(self, supervisor: Supervisor) -> None:

@@ -24,17 +24,14 @@ nothing. tp=2 on one GPU is twice the work for one device, so it shows costs. `-
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -42,140 +39,20 @@ from subprocess import PIPE
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import transformers
-from torch import Tensor
 
-import tpcore
-
+from .cuda_work import RESULT, SIZES, WORK
 from .harness import conditions
-from .transformers_tp import Size
 
-SIZES = {"base": Size(22, 2048, 16, 32000, 4, 2048), "tiny": Size(1, 32, 4, 64, 2, 8)}  # a billion parameters; a test
-CURVE = Size(2, 128, 4, 512, 4, 64)
 APART = 1e-4
 """Of a loss, relative: float32 sums in another order, which twenty steps carry on."""
 LEAVE = 20.0
 """Seconds in which a stage that is late ends: half of them for its launcher, to end its ranks."""
-RESULT = "CUDA_SESSION_RESULT"
 ON_ONE_GPU = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "2", "NCCL_NVLS_ENABLE": "0"}
 """For NCCL 2.30: kernels of both ranks have to run at once."""
 TIMED = ("step", "loss", "generate")
 
 
-def timed(run: Callable[[], object], rounds: int, at: torch.device) -> dict[str, Any]:
-    cuda = at.type == "cuda"
-    wait = torch.cuda.synchronize if cuda else lambda: None
-    for _ in range(2):
-        run()
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()  # of how the model was made, in float32, and compiled
-    durations = []
-    for _ in range(rounds):
-        wait()
-        began = time.perf_counter()
-        run()
-        wait()
-        durations.append(time.perf_counter() - began)
-    peak = torch.cuda.max_memory_allocated() if cuda else None
-    return {"seconds": statistics.median(durations), "fastest": min(durations), "slowest": max(durations), "peak": peak}
-
-
-def joined(options: Namespace) -> torch.device:
-    """The device, after ``tpcore.init`` unless the contestant is plain."""
-    if options.contestant.startswith("plain"):
-        return torch.device("cuda" if options.backend == "cuda" else "cpu")
-    return tpcore.init(backend=options.backend, tp=options.tp).device
-
-
-def llama(size: Size, options: Namespace, at: torch.device, dtype: torch.dtype) -> Any:
-    torch.manual_seed(0)
-    with at:
-        model: Any = transformers.LlamaForCausalLM(size.config())
-    model = model.to(dtype)
-    if not options.contestant.startswith("plain"):
-        model = tpcore.parallelize(model).to(at)
-    return torch.compile(model) if options.contestant.endswith("compiled") else model
-
-
-def stepping(model: Any, ids: Tensor, options: Namespace) -> Callable[[], Tensor]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
-    step = optimizer.step if options.contestant.startswith("plain") else lambda: tpcore.optimizer_step(optimizer)
-
-    def run() -> Tensor:
-        loss: Tensor = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return run
-
-
-def batch(size: Size, at: torch.device) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(size.vocab, (size.batch, size.length), generator=generator).to(at)
-
-
-def curve(options: Namespace) -> dict[str, Any]:
-    at = joined(options)
-    # made on the CPU, whose random numbers are the same everywhere
-    model = llama(CURVE, options, torch.device("cpu"), torch.float32).to(at)
-    run = stepping(model, batch(CURVE, at), options)
-    return {"losses": [float(run()) for _ in range(20)]}
-
-
-def reads(options: Namespace) -> dict[str, Any]:
-    at = joined(options)
-    run = stepping(llama(CURVE, options, at, torch.float32), batch(CURVE, at), options)
-    run()
-    if at.type != "cuda":  # there is no detector
-        return {"reads": None}
-    torch.cuda.set_sync_debug_mode("error")
-    run()
-    torch.cuda.set_sync_debug_mode("default")
-    return {"reads": 0}
-
-
-def step(options: Namespace) -> dict[str, Any]:
-    at, size = joined(options), SIZES[options.size]
-    run = stepping(llama(size, options, at, torch.bfloat16), batch(size, at), options)
-    return {**timed(run, options.rounds, at), "loss": float(run())}
-
-
-def loss(options: Namespace) -> dict[str, Any]:
-    at, size = joined(options), SIZES[options.size]
-    logits = torch.randn(size.batch * size.length, 4 * size.vocab // options.tp, device=at, dtype=torch.bfloat16)
-    logits.requires_grad_()
-    target = torch.arange(len(logits), device=at) % size.vocab
-    total: Any = F.cross_entropy if options.contestant == "plain" else tpcore.parallel_cross_entropy
-    if options.contestant == "liger":
-        total = importlib.import_module("liger_kernel.transformers.functional").liger_cross_entropy
-
-    def run() -> None:
-        total(logits, target).mean().backward()
-        logits.grad = None
-
-    return timed(run, options.rounds, at)
-
-
-def generate(options: Namespace) -> dict[str, Any]:
-    at, size = joined(options), SIZES[options.size]
-    model = llama(size, options, at, torch.bfloat16).eval()
-    new = min(128, size.length // 2)
-    # on a GPU transformers then compiles the decode step, and torch captures it as CUDA graphs
-    asked: dict[str, Any] = {"cache_implementation": "static"} if options.contestant.endswith("graphs") else {}
-    asked |= {"max_new_tokens": new, "min_new_tokens": new}
-    prompt = batch(size, at)[:, : size.length // 4]
-
-    def run() -> None:
-        model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, pad_token_id=0, **asked)
-
-    figures = timed(run, 3, at)
-    return {"tokens a second": len(prompt) * new / figures["seconds"], **figures}
-
-
-WORK = {work.__name__: work for work in (curve, reads, step, loss, generate)}
 STAGES = ("doctor", *WORK, "verify")
 Variables = dict[str, str]
 Stage = tuple[str, list[str], Variables, float]
@@ -189,7 +66,7 @@ def stages(options: Namespace) -> list[Stage]:
     shared = {"TPCORE_CUDA_TRANSPORT": "gloo"} if gpus == 1 else {}
     over = ", over NCCL on one GPU" if gpus == 1 and torch.cuda.nccl.version() >= (2, 30) else None
     tool = [sys.executable, "-m", "tpcore"]
-    stages: list[Stage] = [("doctor", [*tool, "doctor"], {}, 60.0)]
+    planned: list[Stage] = [("doctor", [*tool, "doctor"], {}, 60.0)]
 
     def add(work: str, *contestants: str, tp: int = 1, limit: float = 60.0, how: str = "") -> None:
         backend = "cpu_gloo" if "CPU" in how else options.backend
@@ -198,8 +75,8 @@ def stages(options: Namespace) -> list[Stage]:
         # one rank needs no launcher, which takes seconds to start
         launcher = ["torch.distributed.run", "--standalone", f"--nproc_per_node={tp}", "-m"] if tp > 1 else []
         for who in contestants:
-            command = [sys.executable, "-m", *launcher, "benchmarks.cuda_session", *arguments, "--contestant", who]
-            stages.append((f"{work}, {who}, tp={tp}{how}", command, variables(tp, how), limit))
+            command = [sys.executable, "-m", *launcher, "benchmarks.cuda_work", *arguments, "--contestant", who]
+            planned.append((f"{work}, {who}, tp={tp}{how}", command, variables(tp, how), limit))
 
     def variables(tp: int, how: str) -> Variables:
         return {} if tp == 1 else ON_ONE_GPU if how == over else shared
@@ -207,7 +84,7 @@ def stages(options: Namespace) -> list[Stage]:
     def verify(tp: int, how: str = "") -> None:
         table = str(options.out.with_suffix(f".tp{tp}{'.nccl' if how else ''}.json"))
         command = [*tool, "verify", "--backend", options.backend, "--tp", str(tp), "--json", table]
-        stages.append((f"verify, tp={tp}{how}", command, variables(tp, how), 120.0))
+        planned.append((f"verify, tp={tp}{how}", command, variables(tp, how), 120.0))
 
     verify(1)
     verify(2)
@@ -224,7 +101,7 @@ def stages(options: Namespace) -> list[Stage]:
     add("step", "tpcore", tp=2, limit=90.0)
     add("step", "plain compiled", "tpcore compiled", limit=120.0)
     add("generate", "tpcore graphs", limit=120.0)
-    return [stage for stage in stages if kind(stage) in options.stages]
+    return [stage for stage in planned if kind(stage) in options.stages]
 
 
 def kind(stage: Stage) -> str:
@@ -309,17 +186,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=500.0, help="seconds for all stages")
     parser.add_argument("--out", type=Path, default=Path("cuda-session.json"))
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES)
-    parser.add_argument("--work", choices=WORK, help=argparse.SUPPRESS)
-    parser.add_argument("--contestant", help=argparse.SUPPRESS)
-    parser.add_argument("--tp", type=int, default=1, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.work is None:
-        sys.exit(not session(options))
-    figures = WORK[options.work](options)
-    if int(os.environ.get("RANK", "0")) == 0:
-        Path(os.environ[RESULT]).write_text(json.dumps(figures))
-    if tpcore.is_initialized():
-        tpcore.shutdown()
+    sys.exit(not session(parser.parse_args()))
 
 
 if __name__ == "__main__":

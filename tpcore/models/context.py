@@ -16,6 +16,7 @@ from ..log import inform
 from ..runtime.context import ParallelContext, current
 from .dealt import ATTENTION, DealtTokens, SequenceLoss
 from .guards import guard
+from .heads import key_value_width
 
 _CONTEXT = "_tpcore_context"
 """Where attention modules find their model's ``DealtTokens``."""
@@ -180,10 +181,7 @@ class AttentionSizes:
         config = model.config
         heads, hidden = config.num_attention_heads, config.hidden_size
         keys = 1 if getattr(config, "multi_query", False) else getattr(config, "num_key_value_heads", None) or heads
-        width = getattr(config, "head_dim", None) or hidden // heads
-        if latent := getattr(config, "qk_nope_head_dim", None):  # head_dim is that of the rotary part
-            width = (latent + config.qk_rope_head_dim + config.v_head_dim) // 2  # of a key and its value, the mean
-        return cls(heads // tp, max(keys // tp, 1), width, hidden, model.dtype.itemsize, cp, tp)
+        return cls(heads // tp, max(keys // tp, 1), key_value_width(config) // 2, hidden, model.dtype.itemsize, cp, tp)
 
     def sent(self, way: Way, tokens: int) -> int:
         """What a rank sends in forward and backward."""

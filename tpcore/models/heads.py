@@ -33,6 +33,14 @@ def head_size(owner: nn.Module) -> int | None:
     return None
 
 
+def key_value_width(config: Any) -> int:
+    """Features of a key head and its value together, of a whole model's configuration."""
+    latent = getattr(config, "qk_nope_head_dim", None)
+    if latent:  # head_dim is that of the rotary part alone
+        return int(latent + config.qk_rope_head_dim + config.v_head_dim)
+    return 2 * int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
 @dataclass(frozen=True)
 class LocalConfig:
     """The configuration as one attention module reads it: the number of heads of one of ``ranks`` ranks. All else is

@@ -17,6 +17,7 @@ from ...checkpoint.storage.tensorfile import nbytes_of
 from ...layout.mesh import Mesh
 from ...log import quiet
 from ...models.experts import ShardedExperts
+from ...models.heads import key_value_width
 from ...train.zero import Zero1
 from ..explain.recording import Recorder, tensors
 from ..explain.step import MakeOptimizer, record
@@ -157,11 +158,8 @@ class Reduced:
         if not heads:
             return None
         kv_heads: int = -(-(getattr(config, "num_key_value_heads", None) or heads) // tp)
-        width: float = getattr(config, "head_dim", None) or config.hidden_size // heads
-        if latent := getattr(config, "qk_nope_head_dim", None):
-            width = (latent + config.qk_rope_head_dim + config.v_head_dim) / 2
         itemsize = (self.dtype or torch.get_default_dtype()).itemsize
-        return 2.0 * len(self.order) * kv_heads * width * itemsize
+        return float(len(self.order) * kv_heads * key_value_width(config) * itemsize)
 
     def least(self, shares: int, ep: int, data: int, zero1: bool) -> float:
         """Of parameters, gradients and optimizer, in bytes on a rank. ``shares`` divide all of them, ``ep`` experts."""

@@ -141,7 +141,7 @@ def endurance(model: Any, ids: Tensor, calls: int) -> None:
     )
 
 
-def engines(size: Size, folder: Path, stack: ExitStack) -> Iterator[tuple[str, Workers]]:
+def engines(size: Size, folder: Path, stack: ExitStack, without: list[str]) -> Iterator[tuple[str, Workers]]:
     """Each begun; what misses a package is named and left out."""
     known: dict[str, tuple[Engine, int]] = {
         "floor": (workers.by_hand, TP),
@@ -151,6 +151,8 @@ def engines(size: Size, folder: Path, stack: ExitStack) -> Iterator[tuple[str, W
         f"one process, {TP} threads": (workers.whole, 1),
     }
     for name, (engine, world) in known.items():
+        if name in without:
+            continue
         try:
             served = Workers(size, str(folder), engine, world)
         except ImportError as e:
@@ -168,11 +170,13 @@ def run(size: Size, options: argparse.Namespace, folder: Path) -> None:
     artifact = traced(size, ids, folder)
     start_up(artifact, ids, options.loads)
     with ExitStack() as stack:
-        runs: dict[str, Any] = dict(engines(size, folder, stack))
+        runs: dict[str, Any] = dict(engines(size, folder, stack, options.without))
         runs["tpcore"] = model = stack.enter_context(parallel_model_load(artifact))
-        with changed({"TPCORE_SHM": "0"}):
-            runs["tpcore over gloo"] = stack.enter_context(parallel_model_load(artifact))
-        runs["one process"] = torch.inference_mode()(whole)
+        if "tpcore over gloo" not in options.without:
+            with changed({"TPCORE_SHM": "0"}):
+                runs["tpcore over gloo"] = stack.enter_context(parallel_model_load(artifact))
+        if "one process" not in options.without:
+            runs["one process"] = torch.inference_mode()(whole)
         for name, call in runs.items():
             check_equal(name, "output", call(ids), want, TOLERANCE)
         print(f"{size}: the outputs of all {len(runs)} equal those of the unsharded encoder\n")
@@ -190,6 +194,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--size", nargs="+", choices=SIZES, default=["base", "small"])
     parser.add_argument("--shapes", nargs="+", default=[], help="instead of the size's own: 1x16 8x512, batch x tokens")
+    parser.add_argument("--without", nargs="+", default=[], help="contestants to leave out, as tables name them")
     parser.add_argument("--rounds", type=int, help="default: 30 of BERT-large, 60 of base, 200 of small")
     parser.add_argument("--warm", type=int, default=5, help="calls before the first round")
     parser.add_argument("--loads", type=int, default=5, help="how often to start the model")

@@ -51,15 +51,12 @@ class _Masked:
         pairs = (self.masks if self.scoring.softcap is None else batch * heads) * len(self.keys)
         return count if count * pairs <= LARGEST_MASK else max(LARGEST_MASK // 4 // pairs, 1)
 
-    def at_once(self, q: Tensor) -> bool:
-        """Whether one run stands for all: of tensors without values, where runs would only take time."""
-        return q.is_meta and self.scoring.softcap is None
-
     def run(self, q: Tensor, k: Tensor, v: Tensor, rows: slice) -> Tensor:
-        """Some of the queries, by a mask that is not kept."""
-        if not self.at_once(q):
+        """Some of the queries, by a mask that is not kept. Of tensors without values one run stands for all, which
+        would only take time."""
+        if not q.is_meta:
             return self(q, k, v, rows)
-        # the shape of all masks in the memory of one entry: a run's is no part of what a step holds
+        # the shape of all masks in the memory of one entry: a run's mask and scores are no part of what a step holds
         mask = q.new_ones(1, dtype=torch.bool).expand(self.masks, 1, q.shape[2], len(self.keys))
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scoring.scale)
 
@@ -76,7 +73,7 @@ class _InRuns(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, attend: _Masked) -> Tensor:
         ctx.save_for_backward(q, k, v)
-        ctx.attend, size = attend, q.shape[2] if attend.at_once(q) else attend.rows(q)
+        ctx.attend, size = attend, q.shape[2] if q.is_meta else attend.rows(q)
         ctx.runs = [slice(at, at + size) for at in range(0, q.shape[2], size)]
         ctx.autocast = autocast_of(q.device.type)
         first = attend.run(q, k, v, ctx.runs[0])

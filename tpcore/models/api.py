@@ -115,7 +115,8 @@ def parallelize(
             cuts = _into_stages(model, cuts, num_microbatches)
         if comm.size * stages > 1 or cuts:
             _connect(model, cuts, comm, rules, sequence_parallel)
-            generate_alike(model, context.comm("pp", "tp") if stages > 1 else comm)
+            experts = context.comm(*context.mesh.present(("ep",)))
+            generate_alike(model, context.comm("pp", "tp") if stages > 1 else comm, experts)
         batch_alike(model, context)
         if tokens is not None:
             cut_context(model, *tokens)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
+import torch
 from torch import Tensor, nn
 
 from ..comm.comm import Comm
@@ -114,7 +115,7 @@ def cut_context(model: Any, comm: Comm, way: Callable[[int], Way]) -> None:
     attentions = [m for m in model.modules() if "Attention" in type(m).__name__]
     causal = all(getattr(m, "is_causal", True) for m in attentions)
     routed = hasattr(model.config, "output_router_logits")
-    context = DealtTokens(comm, way, shifted, causal, routed)
+    context = DealtTokens(comm, way, shifted, causal, _positions(model), routed)
     model.base_model.register_forward_pre_hook(context.enter, with_kwargs=True, prepend=True)
     if routed:
         model.base_model.register_forward_hook(context.leave)
@@ -127,6 +128,21 @@ def cut_context(model: Any, comm: Comm, way: Callable[[int], Way]) -> None:
     model.register_forward_pre_hook(context.before, with_kwargs=True, prepend=True)
     model.register_forward_hook(context.after, with_kwargs=True)
     guard(model)
+
+
+def _positions(model: Any) -> Callable[[Tensor], Tensor]:
+    """The numbers that ``model`` gives whole sequences: RoBERTa's kin count the ids that are no padding."""
+    embeddings = getattr(model.base_model, "embeddings", None)
+    of_ids = getattr(embeddings, "create_position_ids_from_input_ids", None)
+
+    def positions(tokens: Tensor) -> Tensor:
+        if embeddings is None or of_ids is None:
+            return torch.arange(tokens.shape[1], device=tokens.device)[None]
+        of = embeddings.create_position_ids_from_inputs_embeds if tokens.is_floating_point() else of_ids
+        numbers: Tensor = of(tokens, embeddings.padding_idx)
+        return numbers
+
+    return positions
 
 
 def _context(model: nn.Module) -> DealtTokens | None:

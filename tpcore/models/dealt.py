@@ -38,6 +38,8 @@ class DealtTokens:
     """Whether a token's label is the next token, as of a causal model, and not its own."""
     causal: bool
     """Whether all attention is. Positions that begin again begin another document then: transformers says so."""
+    positions: Callable[[Tensor], Tensor]
+    """Of whole sequences, ids or embeddings, where the caller gives none."""
     routed: bool = False
     """Whether a loss of the experts' routers weights tokens by ``attention_mask``."""
     compared: bool = False
@@ -56,8 +58,6 @@ class DealtTokens:
             kwargs = self._deal(kwargs)
         if self.routed and kwargs["attention_mask"].dtype != torch.bool:
             kwargs[_DOCUMENTS] = kwargs.pop("attention_mask")  # whose numbers are no weights
-        if "use_cache" in inspect.signature(type(model).forward).parameters:
-            kwargs["use_cache"] = False
         if not self.shifted:
             kwargs.pop("num_items_in_batch", None)
         return (), kwargs
@@ -79,6 +79,8 @@ class DealtTokens:
                 f"{type(base).__name__} has one rank's tokens with context parallelism, which the model around it "
                 "deals: call that one, or pass what tpcore.shard_sequence makes of the batch"
             )
+        if "use_cache" in inspect.signature(type(base).forward).parameters:
+            kwargs["use_cache"] = False
         return (), {**kwargs, "attention_mask": mask if mask.numel() else None}
 
     def leave(self, base: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -114,7 +116,7 @@ class DealtTokens:
         order = self.order(length)
         segments = self._segments(kwargs.get("attention_mask"), places, tokens.shape)
         if places is None:
-            places = torch.arange(length, device=tokens.device)[None]
+            places = self.positions(tokens)
         if kwargs.get("labels") is not None and kwargs.get("shift_labels") is None and self.shifted:
             # before the cut: the next token may be another rank's
             kwargs["labels"] = F.pad(kwargs["labels"], (0, 1), value=IGNORED)[:, 1:]

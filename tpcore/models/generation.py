@@ -133,9 +133,10 @@ def _with_heads(manager: Any, heads: int) -> Any:
     return manager
 
 
-def generate_alike(model: nn.Module, comm: Comm) -> None:
+def generate_alike(model: nn.Module, comm: Comm, experts: Comm) -> None:
     """Let ``model.generate`` draw the numbers of the first rank of ``comm`` on all of them, whatever their
-    seeds. Samples, beams and guesses then agree, as the ranks' logits do."""
+    seeds. Samples, beams and guesses then agree, as the ranks' logits do. Ranks of ``experts``, which have other
+    prompts, go on until the last of them is done: each computes some of the others' experts."""
     original: Callable[..., Any] | None = getattr(type(model), "generate", None)
     if original is None:
         return
@@ -147,6 +148,14 @@ def generate_alike(model: nn.Module, comm: Comm) -> None:
             first = gather_bytes(t.cpu().numpy().tobytes(), comm)[0]
             state[name] = torch.frombuffer(bytearray(first), dtype=t.dtype).view(t.shape)
         set_state(state)
+        if experts.size > 1:
+            kwargs.setdefault("synced_gpus", True)
         return original(self, *args, **kwargs)
 
+    def has_unfinished_sequences(self: nn.Module, this_peer_finished: bool, synced_gpus: bool, device: Any) -> bool:
+        left = torch.tensor([not this_peer_finished], dtype=torch.int64, device=device)
+        return bool((experts.all_reduce(left, "max") if synced_gpus else left).item())
+
     model.__dict__["generate"] = MethodType(generate, model)
+    if experts.size > 1:  # transformers' own asks torch.distributed, of all ranks
+        model.__dict__["_has_unfinished_sequences"] = MethodType(has_unfinished_sequences, model)

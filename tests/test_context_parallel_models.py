@@ -297,7 +297,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: transformers.LlamaForSequenceClassification(llama().config),
         "none of ForCausalLM.*whose loss is of each token",
     ),
-    "a family that was not compared": (lambda: transformers.OPTForCausalLM(families.config_of("opt")), "not compared"),
+    "a family that was not compared": (lambda: transformers.EsmForMaskedLM(families.config_of("esm")), "not compared"),
     "rotary positions by length": (
         lambda: llama(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
         "type dynamic depend on the longest sequence",

@@ -23,15 +23,19 @@ _CONTEXT = "_tpcore_context"
 """Where attention modules find their model's ``DealtTokens``."""
 
 _FAMILIES = """
-albert apertus arcee bert cohere cohere2 cohere2_moe cwm deepseek_v2 deepseek_v3 distilbert dots1 electra ernie
-ernie4_5 ernie4_5_moe eurobert exaone4 exaone_moe flex_olmo gemma gemma2 gemma3_text glm glm4 glm4_moe glm4_moe_lite
-gpt2 gpt_bigcode gpt_neox granite helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax jais2 laguna llama mellum
-minicpm3 minimax_m2 ministral ministral3 mistral mixtral modernbert modernbert-decoder nanochat nemotron olmo olmo2
-olmo3 olmoe persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm starcoder2
-vaultgemma youtu
+afmoe albert apertus arcee aria_text axk1 beam bert biogpt camembert cohere cohere2 cohere2_moe cohere_compass_text
+cwm data2vec-text deepseek_v2 deepseek_v3 distilbert dots1 electra ernie ernie4_5 ernie4_5_moe esmc eurobert exaone4
+exaone_moe flex_olmo gemma gemma2 gemma3_text glm glm4 glm4_moe glm4_moe_lite gpt2 gpt_bigcode gpt_neox granite
+granitemoe granitemoeshared helium hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder
+jais2 kolibri1 laguna llama mellum minicpm3 minimax_m2 ministral ministral3 mistral mixtral modernbert
+modernbert-decoder nanochat nemotron olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3
+qwen3_moe roberta roberta-prelayernorm roc_bert seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma xlm-roberta
+xlm-roberta-xl youtu
 """
 FAMILIES = frozenset(_FAMILIES.split())
 """Model types whose loss and gradients were compared with the whole model's."""
+_ONE_DOCUMENT = frozenset(("afmoe", "biogpt", "opt"))
+"""Of these, families whose attention is that of one document where positions begin again."""
 _HEADS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM")
 _STATES = ("Mamba", "SSM", "Rwkv", "RWKV", "DeltaNet", "LinearAttention", "Recurrent", "ShortConv")
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "router_jitter_noise")
@@ -115,10 +119,12 @@ def cut_context(model: Any, comm: Comm, way: Callable[[int], Way]) -> None:
     attentions = [m for m in model.modules() if "Attention" in type(m).__name__]
     causal = all(getattr(m, "is_causal", True) for m in attentions)
     routed = hasattr(model.config, "output_router_logits")
-    context = DealtTokens(comm, way, shifted, causal, _positions(model), routed)
-    model.base_model.register_forward_pre_hook(context.enter, with_kwargs=True, prepend=True)
+    packed = causal and model.config.model_type not in _ONE_DOCUMENT
+    context = DealtTokens(comm, way, shifted, causal, packed, _positions(model), routed)
+    base = getattr(model.base_model, "decoder", model.base_model)  # which OPT's head calls
+    base.register_forward_pre_hook(context.enter, with_kwargs=True, prepend=True)
     if routed:
-        model.base_model.register_forward_hook(context.leave)
+        base.register_forward_hook(context.leave)
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attention)
     model.set_attn_implementation(ATTENTION)
     for module in attentions:
@@ -130,17 +136,20 @@ def cut_context(model: Any, comm: Comm, way: Callable[[int], Way]) -> None:
     guard(model)
 
 
-def _positions(model: Any) -> Callable[[Tensor], Tensor]:
-    """The numbers that ``model`` gives whole sequences: RoBERTa's kin count the ids that are no padding."""
+def _positions(model: Any) -> Callable[[Tensor, Tensor | None], Tensor]:
+    """The numbers that ``model`` gives the tokens of whole sequences: RoBERTa's kin count the ids that are no padding,
+    OPT what its mask says."""
     embeddings = getattr(model.base_model, "embeddings", None)
     of_ids = getattr(embeddings, "create_position_ids_from_input_ids", None)
 
-    def positions(tokens: Tensor) -> Tensor:
-        if embeddings is None or of_ids is None:
-            return torch.arange(tokens.shape[1], device=tokens.device)[None]
-        of = embeddings.create_position_ids_from_inputs_embeds if tokens.is_floating_point() else of_ids
-        numbers: Tensor = of(tokens, embeddings.padding_idx)
-        return numbers
+    def positions(tokens: Tensor, mask: Tensor | None) -> Tensor:
+        if embeddings is not None and of_ids is not None:
+            of = embeddings.create_position_ids_from_inputs_embeds if tokens.is_floating_point() else of_ids
+            numbers: Tensor = of(tokens, embeddings.padding_idx)
+            return numbers
+        if model.config.model_type == "opt" and mask is not None:
+            return (mask.cumsum(1) * mask - 1).long()
+        return torch.arange(tokens.shape[1], device=tokens.device)[None]
 
     return positions
 

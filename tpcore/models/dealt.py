@@ -37,9 +37,11 @@ class DealtTokens:
     shifted: bool
     """Whether a token's label is the next token, as of a causal model, and not its own."""
     causal: bool
-    """Whether all attention is. Positions that begin again begin another document then: transformers says so."""
-    positions: Callable[[Tensor], Tensor]
-    """Of whole sequences, ids or embeddings, where the caller gives none."""
+    """Whether all attention is."""
+    packed: bool
+    """Whether positions that begin again begin another document: transformers says so."""
+    positions: Callable[[Tensor, Tensor | None], Tensor]
+    """Of whole sequences, by their ids or embeddings and the mask of padding, where the caller gives none."""
     routed: bool = False
     """Whether a loss of the experts' routers weights tokens by ``attention_mask``."""
     compared: bool = False
@@ -116,7 +118,7 @@ class DealtTokens:
         order = self.order(length)
         segments = self._segments(kwargs.get("attention_mask"), places, tokens.shape)
         if places is None:
-            places = self.positions(tokens)
+            places = self.positions(tokens, kwargs.get("attention_mask"))
         if kwargs.get("labels") is not None and kwargs.get("shift_labels") is None and self.shifted:
             # before the cut: the next token may be another rank's
             kwargs["labels"] = F.pad(kwargs["labels"], (0, 1), value=IGNORED)[:, 1:]
@@ -180,7 +182,7 @@ class DealtTokens:
         """``[batch, tokens]``: a number for each document of a row, or False for padding; None: one document."""
         if mask is not None:
             return mask.ne(0)
-        if places is None or not self.causal:
+        if places is None or not self.packed:
             return None
         # where a position does not follow the one before: transformers' own sign of packed documents
         return F.pad(places.diff(dim=-1) != 1, (1, 0)).cumsum(-1).expand(shape[:2])

@@ -111,3 +111,31 @@ def test_meshes_whose_ranks_would_wait_for_one_another_are_refused(axis: str) ->
 def test_without_process_groups_it_says_what_to_call(ctx: tpcore.ParallelContext) -> None:
     with pytest.raises(tpcore.BackendError, match="a DeviceMesh needs a backend over torch"):
         batched(tpcore.parallelize(model(4)))
+
+
+GPTJ = {"vocab_size": 99, "n_embd": 32, "n_layer": 1, "n_head": 4, "rotary_dim": 4}
+LATENT = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 99}
+DENSE = HEADS | {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "first_k_dense_replace": 1}
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda: transformers.GPTJForCausalLM(transformers.GPTJConfig(**GPTJ)), "GPTJForCausalLM has attention of its"),
+        (
+            lambda: transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**DENSE, **LATENT)),
+            r"keys and values of sizes \[\(12, 8\)\], and the cache one of 4",
+        ),
+    ],
+    ids=["keys and values that never come to the cache", "of another size"],
+)
+def test_models_whose_tokens_would_be_others_are_refused(make: Any, why: str) -> None:
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        sharded = tpcore.parallelize(make())
+        before = sharded.config._attn_implementation
+        with pytest.raises(ValueError, match=why):
+            batched(sharded)
+        assert sharded.config._attn_implementation == before
+
+    run_ranks(Mesh({"dp": 1, "tp": 1}), rank)

@@ -161,6 +161,18 @@ def test_what_does_not_fit_is_refused_before_any_call(served: TensorParallelMode
         generate(served, PROMPTS, max_new_tokens=LENGTH - 11)
     with pytest.raises(ValueError, match="a prompt has a token or more"):
         generate(served, [[]], max_new_tokens=1)
+    with pytest.raises(
+        ValueError, match=r"max_new_tokens=2\.5 after a prompt of 12"
+    ):  # which no count of tokens equals
+        generate(served, PROMPTS, max_new_tokens=2.5)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"stop_tokens=\[\[7\]\]: a list of token ids"):
+        generate(served, PROMPTS, max_new_tokens=1, stop_tokens=[[7]])  # type: ignore[list-item]
+
+
+def test_stop_tokens_may_be_a_tensor(served: TensorParallelModel) -> None:
+    answer = [token for _, token in generate_each(served, PROMPTS[:1], max_new_tokens=4)]
+    stops = torch.tensor(answer[:1])
+    assert len(list(generate_each(served, PROMPTS[:1], max_new_tokens=4, stop_tokens=stops))) == 1  # type: ignore[arg-type]
 
 
 WITHOUT = """
@@ -244,6 +256,11 @@ def test_models_that_keep_something_else_are_refused() -> None:
     refused(llama, 65, "max_position_embeddings=64 positions; choose 64")
     mistral = T.MistralConfig(**TINY, num_key_value_heads=2, sliding_window=8)
     refused(lambda: T.MistralForCausalLM(mistral), 16, "sliding_window=8")
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    rope["original_max_position_embeddings"] = 8
+    refused(lambda: llama(rope_parameters=rope), 16, "original_max_position_embeddings=8 positions, after")
+    llama4 = T.Llama4TextConfig(**TINY, num_key_value_heads=2, head_dim=8, attention_chunk_size=8, num_local_experts=2)
+    refused(lambda: T.Llama4ForCausalLM(llama4), 16, "attention_chunk_size=8 tokens in a chunk of its attention")
     refused(lambda: T.BertModel(T.BertConfig(**TINY)), 16, "no causal language model")
     refused(lambda: T.T5ForConditionalGeneration(T.T5Config(**T5)), 16, "no causal language model")
     mamba = T.MambaConfig(vocab_size=99, hidden_size=32, num_hidden_layers=1)

@@ -122,6 +122,16 @@ def _takes(model: nn.Module, argument: str) -> bool:
     return argument in inspect.signature(model.forward).parameters
 
 
+def _longrope(rope: Any) -> int:
+    """Up to how many tokens longrope has its short factors; 0 for other positions. Layers of several kinds have a
+    dict of ``rope`` each."""
+    if not isinstance(rope, Mapping):
+        return 0
+    if rope.get("rope_type") == "longrope":
+        return int(rope.get("original_max_position_embeddings") or 0)
+    return max(map(_longrope, rope.values()), default=0)
+
+
 def _check_takes_cache(model: Any, max_length: int) -> None:
     """ValueError for a model that cannot keep that many tokens in buffers."""
     kind, config = type(model).__name__, model.config
@@ -129,11 +139,16 @@ def _check_takes_cache(model: Any, max_length: int) -> None:
     if head is None or config.is_encoder_decoder or not _takes(model, "past_key_values"):
         raise ValueError(f"{kind} is no causal language model that takes past_key_values")
     config = config.get_text_config()
+    forgotten = "and older ones would have to be forgotten"
     for name, meaning in (
         ("max_position_embeddings", "positions"),
-        ("sliding_window", "tokens in its sliding window, and older ones would have to be forgotten"),
+        ("sliding_window", f"tokens in its sliding window, {forgotten}"),
+        ("attention_chunk_size", f"tokens in a chunk of its attention, {forgotten}"),
+        ("original_max_position_embeddings", "positions, after which its longrope turns all keys by other angles"),
     ):
         limit = getattr(config, name, None)
+        if name == "original_max_position_embeddings":  # of other ways to turn it says nothing about later positions
+            limit = _longrope(getattr(config, "rope_parameters", None))
         if isinstance(limit, int) and 0 < limit < max_length:
             raise ValueError(f"max_length={max_length}: {kind} has {name}={limit} {meaning}; choose {limit}")
 

@@ -49,7 +49,7 @@ def batch_alike(model: nn.Module, ctx: ParallelContext) -> None:
         heads = _local_heads(self)
         config = _sized(continuous_batching_config, self, workload_hints, heads, ctx)
         if ctx.comm("tp").size == 1:
-            return original(self, generation_config, config, workload_hints)
+            return _paged(original(self, generation_config, config, workload_hints), heads)
         self.__dict__["_device_mesh"] = device_mesh(ctx, {axis: n for axis, n in ctx.mesh.axes.items() if n > 1})
         try:
             manager = original(self, generation_config, config, workload_hints)
@@ -57,7 +57,7 @@ def batch_alike(model: nn.Module, ctx: ParallelContext) -> None:
             del self.__dict__["_device_mesh"]
         if not manager.is_tp_driver:
             manager._wake_up_loop = _Awake()
-        return _with_heads(manager, heads)
+        return _with_heads(_paged(manager, heads), heads)
 
     model.__dict__["init_continuous_batching"] = MethodType(init_continuous_batching, model)
 
@@ -75,6 +75,40 @@ def _local_heads(model: Any) -> int:
             "continuous batching has one number for all; call generate"
         )
     return int(heads.pop())
+
+
+def _paged(manager: Any, heads: int) -> Any:
+    """The ``manager``, if its model's attention takes the keys and values of earlier tokens from the paged cache.
+    ValueError for attention of its own, which would see those of other requests, and for sizes that the cache has not.
+    """
+    from transformers.generation.continuous_batching.cache import PagedAttentionCache
+    from transformers.generation.continuous_batching.utils import find_head_dim
+
+    found: set[tuple[int, int, int]] = set()
+
+    class Cache(PagedAttentionCache):  # attention functions ask for this class
+        def __init__(self) -> None:
+            pass
+
+        def update(self, key_states: Tensor, value_states: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
+            found.add((key_states.shape[1], key_states.shape[3], value_states.shape[3]))
+            return key_states, value_states
+
+    model, kind = manager.model, type(manager.model).__name__
+    ids = torch.ones(1, 1, dtype=torch.int64, device=model.device)
+    with torch.no_grad():
+        model(input_ids=ids, position_ids=ids - 1, use_cache=False, cache=Cache())
+    size = find_head_dim(model.config.get_text_config())
+    if found == {(heads, size, size)}:
+        return manager
+    if manager._original_attn_impl is not None:  # as manager.stop() does, of one that has started
+        model.set_attn_implementation(manager._original_attn_impl)
+    why = f"has heads with keys and values of sizes {sorted(sizes[1:] for sizes in found)}, and the cache one of {size}"
+    if not found:
+        why = "has attention of its own, which leaves keys and values out of the cache"
+    raise ValueError(
+        f"continuous batching with its paged cache: {kind} {why}; call generate, or tpcore.models.trace_causal_lm"
+    )
 
 
 def _sized(config: Any, model: Any, hints: Any, heads: int, ctx: ParallelContext) -> Any:

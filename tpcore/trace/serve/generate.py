@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import index
 
 import torch
 from torch import Tensor
@@ -37,8 +38,17 @@ def generate(
     rows, _, _ = _sizes(model)
     if len(prompts) > rows:
         raise ValueError(f"{len(prompts)} prompts: the cache has {rows} rows; generate_each takes any number")
-    each = generate_each(model, prompts, max_new_tokens=max_new_tokens, stop_tokens=stop_tokens, choose=choose)
-    return _side_by_side(each, len(prompts), set(stop_tokens))
+    stops = _stops(stop_tokens)
+    each = generate_each(model, prompts, max_new_tokens=max_new_tokens, stop_tokens=[*stops], choose=choose)
+    return _side_by_side(each, len(prompts), stops)
+
+
+def _stops(tokens: Sequence[int]) -> set[int]:
+    """The numbers of ``tokens``: a tensor's elements are equal to no number in a set."""
+    try:
+        return set(map(index, tokens))
+    except TypeError:
+        raise TypeError(f"stop_tokens={tokens!r}: a list of token ids") from None
 
 
 def _side_by_side(each: Iterator[tuple[int, int]], count: int, stops: set[int]) -> Iterator[Tensor]:
@@ -71,12 +81,13 @@ def generate_each(
     if not ids or not all(ids):
         raise ValueError(f"{len(ids)} prompts: one or more, and a prompt has a token or more")
     most = max(map(len, ids)) + max_new_tokens
-    if max_new_tokens < 1 or most > longest:
+    if max_new_tokens < 1 or max_new_tokens % 1 or most > longest:
         raise ValueError(
-            f"max_new_tokens={max_new_tokens} after a prompt of {most - max_new_tokens}: at least one, "
+            f"max_new_tokens={max_new_tokens} after a prompt of {max(map(len, ids))}: at least one, "
             f"and the cache holds {longest} tokens of each row"
         )
-    return _each(model, ids, [_CacheRow(longest) for _ in range(rows)], chunk, max_new_tokens, set(stop_tokens), choose)
+    cache, stops = [_CacheRow(longest) for _ in range(rows)], _stops(stop_tokens)
+    return _each(model, ids, cache, chunk, max_new_tokens, stops, choose)
 
 
 @dataclass

@@ -203,6 +203,21 @@ def test_from_plain_says_what_does_not_fit(ctx: ParallelContext, call: str) -> N
         eval(call, {**vars(tpcore), "nn": nn, "Scaled": Scaled})
 
 
+@each_rank(tp=2)
+def test_a_parameter_is_replaced_by_a_part(ctx: ParallelContext) -> None:
+    """Not by the whole, with which a pair of layers gave tp times the output."""
+    whole = torch.randn(8, 4)
+    layer = tpcore.ColumnParallelLinear(4, 8, bias=False)
+    with pytest.raises(ValueError, match=r"weight is this rank's part of \(8, 4\), of shape \(4, 4\), and not"):
+        layer.weight = nn.Parameter(whole)
+    layer.weight = nn.Parameter(layer.part_of("weight", whole))
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(layer(x), x @ whole.t())
+    other = tpcore.ParallelEmbedding(12, 4)
+    with pytest.raises(ValueError, match="weight is this rank's part"):
+        layer.weight = other.weight
+
+
 # -- dims of tokens, and dtypes under autocast ------------------------------------------------------------
 @each_rank(tp=2)
 def test_tokens_are_along_another_dim_than_features(ctx: ParallelContext) -> None:

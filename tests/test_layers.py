@@ -203,6 +203,48 @@ def test_from_plain_says_what_does_not_fit(ctx: ParallelContext, call: str) -> N
         eval(call, {**vars(tpcore), "nn": nn, "Scaled": Scaled})
 
 
+@each_rank(tp=2)
+def test_a_parameter_is_replaced_by_a_part(ctx: ParallelContext) -> None:
+    """Not by the whole, with which a pair of layers gave tp times the output."""
+    whole = torch.randn(8, 4)
+    layer = tpcore.ColumnParallelLinear(4, 8, bias=False)
+    with pytest.raises(ValueError, match=r"weight is this rank's part of \(8, 4\), of shape \(4, 4\), and not"):
+        layer.weight = nn.Parameter(whole)
+    layer.weight = nn.Parameter(layer.part_of("weight", whole))
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(layer(x), x @ whole.t())
+    other = tpcore.ParallelEmbedding(12, 4)
+    with pytest.raises(ValueError, match="weight is this rank's part"):
+        layer.weight = other.weight
+
+
+# -- dims of tokens, and dtypes under autocast ------------------------------------------------------------
+@each_rank(tp=2)
+def test_tokens_are_along_another_dim_than_features(ctx: ParallelContext) -> None:
+    """Along the features each rank would have a part of these, in silence where no weight refused the size."""
+    for dim in (-1, 2):
+        for layer, width in (
+            (tpcore.ColumnParallelLinear(WIDTH, 6, sequence_dim=dim), WIDTH),
+            (tpcore.RowParallelLinear(WIDTH, 6, False, input_is_parallel=True, sequence_dim=dim), WIDTH // 2),
+        ):
+            with pytest.raises(ValueError, match=rf"sequence_dim={dim}\): .* one of dims \[0, 1\]"):
+                layer(torch.zeros(2, 4, width))
+    ids = torch.arange(8).view(2, 4)
+    with pytest.raises(ValueError, match=r"one of dims \[0, 1\]"):
+        tpcore.ParallelEmbedding(8, 6, sequence_dim=2)(ids)
+    for columns in (False, True):
+        layer = tpcore.ParallelEmbedding(8, 6, sequence_dim=-1, shard_across_embedding=columns)
+        assert layer(ids).shape == (2, 2, 6)
+
+
+@each_rank(tp=2)
+def test_autocast_leaves_float64_as_torch_does(ctx: ParallelContext) -> None:
+    plain, x = nn.Linear(WIDTH, WIDTH, dtype=torch.float64), torch.randn(3, WIDTH, dtype=torch.float64)
+    for layer in (tpcore.ColumnParallelLinear.from_plain(plain), tpcore.RowParallelLinear.from_plain(plain)):
+        with torch.autocast("cpu", torch.bfloat16):
+            torch.testing.assert_close(layer(x), plain(x))
+
+
 # -- the matrix and the signatures know every layer -------------------------------------------------------
 def test_the_matrix_knows_every_layer() -> None:
     """A new layer needs a row in ``tpcore/testing/matrix``, which the kit and ``tpcore verify`` then run."""

@@ -324,3 +324,32 @@ def test_the_report_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["environment"]["GLOO_SOCKET_IFNAME"] == "lo"
     assert found["versions"]["tpcore"]
     assert ": usable here: groups of ranks" in found["backends"]["cpu_gloo"]
+
+
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [
+        (
+            "try: from {old}.layers import ColumnParallelLinear, SPMDRank\nexcept ImportError: pass\n",
+            "try: from {new}.layers import ColumnParallelLinear; from {old}.layers import SPMDRank\n"
+            "except ImportError: pass\n",
+        ),
+        (
+            "x = 1; from {old}.layers import ColumnParallelLinear, SPMDRank; y = 2\n",
+            "x = 1; from {new}.layers import ColumnParallelLinear; from {old}.layers import SPMDRank; y = 2\n",
+        ),
+        (
+            "if 1:\r\n\tfrom {old}.layers import ColumnParallelLinear, SPMDRank\r\n",
+            "if 1:\r\n\tfrom {new}.layers import ColumnParallelLinear\r\n\tfrom {old}.layers import SPMDRank\r\n",
+        ),
+        ("from \\\n    {old} import grads\nx = 1\n", "from {new} import grads\nx = 1\n"),
+        ("from neuronx_distributed . parallel_layers import grads\n", "from {new} import grads\n"),
+        ("x = 1\r# a\nfrom {old} import grads\n", "x = 1\r# a\nfrom {new} import grads\n"),
+    ],
+)
+def test_rewritten_scripts_are_python(text: str, want: str) -> None:
+    """Imports behind another statement, over several lines, indented by tabs, and with all ends of lines."""
+    old, new = "neuronx_distributed.parallel_layers", "tpcore.nxd.parallel_layers"
+    rewritten = Script(text.format(old=old)).rewritten()
+    assert rewritten == want.format(old=old, new=new)
+    ast.parse(rewritten)

@@ -576,3 +576,64 @@ def test_a_bert_script_trains_saves_beside_its_logs_and_resumes(pool: RankPool, 
             for got in pool.run(on, bert, SCRIPTS, folder, resume):
                 assert got == pytest.approx(want, rel=2e-4)  # float32, sums in other orders
         assert (tmp_path / name / "events.log").read_text().count("\n") == 2 * on.size
+
+
+class Scaled(nn.Module):
+    """A model with parameters, a buffer and a flag of its own beside its children."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+        self.register_buffer("offset", torch.zeros(4))
+        self.layer = layers.ColumnParallelLinear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(self.layer(x) * self.scale + self.offset, 0.5, self.training)
+
+
+def test_modes_dtypes_and_functions_reach_the_model_itself() -> None:
+    def check(ctx: ParallelContext) -> None:
+        model = nxd.initialize_parallel_model(nxd.neuronx_distributed_config(), Scaled)
+        x = torch.ones(2, 4)
+        assert model.eval() is model
+        assert not model.training
+        assert not any(module.training for module in model.modules())
+        assert torch.equal(model.run_eval(x), model.run_eval(x))
+        assert model.train() is model
+        assert all(module.training for module in model.modules())
+        model.double()
+        assert {t.dtype for t in (*model.parameters(), *model.buffers())} == {torch.float64}
+        seen: list[nn.Module] = []
+        model.apply(seen.append)
+        assert seen == [model.layer, model.original_module()]
+
+    run_ranks(mesh(), check)
+
+
+def test_gradients_by_hand_with_experts_over_ep() -> None:
+    """All gradients over the ranks of the same experts, then those of the rest over ep."""
+
+    def check(ctx: ParallelContext) -> None:
+        ep, dp = ctx.coord("ep"), ctx.coord("dp")
+        expert, rest = torch.tensor([1.0 + 10 * ep + 100 * dp]), torch.tensor([float(ctx.rank)])
+        grads.bucket_allreduce_gradients([rest, expert])
+        grads.bucket_allreduce_gradients([rest], reduce_over_ep_group=True)
+        assert float(expert) == (1 + 101) / 4 + 5 * ep
+        assert float(rest) == (0 + 1 + 2 + 3) / 4
+
+    run_ranks(Mesh({"pp": 1, "dp": 2, "ep": 2, "tp": 1}), check)
+
+
+def test_norm_types_and_stages_that_are_none() -> None:
+    def check(ctx: ParallelContext) -> None:
+        p = nn.Parameter(torch.ones(2))
+        p.grad = torch.ones(2)
+        for norm_type in (0, -2.0):
+            with pytest.raises(ValueError, match="norm_type must be a positive number"):
+                grads.get_grad_norm([p], norm_type)
+        norm = grads.get_grad_norm([p])
+        assert grads.clip_grads_with_norm([p], norm, 1.0) is norm
+        with pytest.raises(ValueError, match="there are 1 pipeline stages"):
+            parallel_state.create_pg_with_ranks([0, 5])
+
+    run_ranks(mesh(), check)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..comm import mappings as ops
 from ..layout.shard import ShardSpec
-from .features import Features, cut_features, tokens_over
+from .features import Features, check_tokens_dim, cut_features, tokens_over
 from .fused import leave
 from .initial import Init
 from .module import Device, ParallelModule, checked_plain, filled
@@ -113,6 +113,8 @@ class ParallelEmbedding(ParallelModule):
             padding_idx %= num_embeddings
         self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
         self.max_norm, self.scale_grad_by_freq, self.sparse = max_norm, scale_grad_by_freq, sparse
+        if sequence_dim is not None and sequence_dim < 0:
+            sequence_dim -= 1  # of the output, which has one dim more than the ids
         self.shard_across_embedding, self.sequence_dim = shard_across_embedding, sequence_dim
         self.tokens = tokens_over(self, sequence_dim)
         if sparse and not self.tp.eager:
@@ -155,6 +157,7 @@ class ParallelEmbedding(ParallelModule):
         if self.tp.eager:
             check_ids(ids, self.num_embeddings, "ParallelEmbedding", read=self.tp.reads_are_cheap)
             self.look_alike("the ids", ids)
+        check_tokens_dim(self, self.sequence_dim, ids.ndim + 1)
         if self.max_norm is not None:
             self._renormalize(ids)
         y = self._columns(ids) if self.shard_across_embedding else self._rows(ids)

@@ -128,6 +128,16 @@ def cut_features(layer: ParallelModule, name: str, blocks: Blocks, pad: bool) ->
     return spec
 
 
+def check_tokens_dim(layer: ParallelModule, dim: int | None, ndim: int) -> None:
+    """Raise ValueError unless ``dim``, of an activation of ``ndim`` dims whose last one has the features, is another
+    one of them: along the features each rank would get a part of these, of every token."""
+    if dim is not None and not (-ndim <= dim < ndim - 1 and dim != -1):
+        raise ValueError(
+            f"{type(layer).__name__}(sequence_dim={dim}): an activation of {ndim} dims has its features along the last "
+            f"one, and its tokens along one of dims {[*range(ndim - 1)]}"
+        )
+
+
 def refuse_width(layer: ParallelModule, in_features: int, x: Tensor, takes: int, parallel: bool | None = None) -> None:
     """Raise ValueError with both sizes. ``takes``: the features that ``layer`` takes on this rank, of
     ``in_features``. ``parallel``: ``input_is_parallel`` of a row layer, None for a column layer."""

@@ -41,6 +41,11 @@ def autocast_of(device: str) -> Callable[[], torch.autocast]:
     return partial(torch.autocast, device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
 
 
+def _autocast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    # torch's autocast leaves float64 as it is, too
+    return x if x.dtype is torch.float64 else x.to(dtype)
+
+
 def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
@@ -169,7 +174,8 @@ def _fused(mapped: Any, function: Any, forward: Forward) -> Callable[..., Tensor
         device = spec[0].device_type
         if not x.is_meta and torch.is_autocast_enabled(device):  # ("meta") is an error
             dtype = torch.get_autocast_dtype(device)
-            x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+            x, weight = _autocast(x, dtype), _autocast(weight, dtype)
+            bias = None if bias is None else _autocast(bias, dtype)
         apply = function.apply if torch.is_grad_enabled() else forward
         y = (mapped if ops.transformed() else apply)(x, weight, bias, spec)
         return y

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..comm import mappings as ops
 from ..layout.shard import Block, ShardSpec
-from .features import UNPADDED, Blocks, Copies, Features, cut_features, refuse_width, tokens_over
+from .features import UNPADDED, Blocks, Copies, Features, check_tokens_dim, cut_features, refuse_width, tokens_over
 from .fused import column_linear, row_linear
 from .initial import Init, kaiming_uniform, uniform_bias
 from .module import Device, checked_plain, filled
@@ -167,6 +167,7 @@ class ColumnParallelLinear(ParallelLinear):
     def _enter(self, x: Tensor) -> Tensor:
         if x.shape[-1] != self.in_features:
             refuse_width(self, self.in_features, x, self.in_features)
+        check_tokens_dim(self, self.tokens.dim if self.tokens is not None else self.sequence_dim, x.ndim)
         if self.tokens is not None:
             return self.tokens.gathered(x, self.reduce_dtype)
         if self.checks is not None and self.sequence_dim is None:
@@ -248,6 +249,7 @@ class RowParallelLinear(ParallelLinear):
         takes = local if self.input_is_parallel else self.in_features
         if x.shape[-1] != takes:
             refuse_width(self, self.in_features, x, takes, self.input_is_parallel)
+        check_tokens_dim(self, self.sequence_dim, x.ndim)
         return self.features.mask(x if self.input_is_parallel else self.features.scatter(x, self.tp), self.tp)
 
     def _matmul(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -89,6 +89,14 @@ class ParallelModule(nn.Module):
                 parameter.copy_(self._initial(name, parameter.dtype))
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and name in self.shard_specs:
+            spec, shape = self.shard_specs[name], tuple(param.shape)
+            local = tuple(spec.local_shape(self.tp.size))
+            if shape != local:  # with the whole on each rank a sum over the ranks would be tp times too large
+                raise ValueError(
+                    f"{type(self).__name__}.{name} is this rank's part of {tuple(spec.shape)}, of shape {local}, and "
+                    f"not {shape}: of whole values give part_of({name!r}, whole)"
+                )
         super().register_parameter(name, param)
         if name in self.shard_specs:  # a replacement, by `layer.weight = ...`
             self._stamp_all()

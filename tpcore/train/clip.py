@@ -85,6 +85,13 @@ def _over(comm: Comm, part: Tensor, p: float) -> Tensor:
     return comm.all_reduce(part.reshape(1), "max" if p == float("inf") else "sum").squeeze(0)
 
 
+def checked_norm_type(norm_type: float | str) -> float:
+    p = float(norm_type)
+    if not p > 0:
+        raise ValueError(f"norm_type must be a positive number or 'inf', not {norm_type!r}")
+    return p
+
+
 def check_max_norm(max_norm: float) -> None:
     if not max_norm >= 0:
         raise ValueError(f"max_norm must be 0 or more, not {max_norm}")
@@ -112,9 +119,7 @@ def clip_grad_norm(parameters: Parameters, max_norm: float, norm_type: float | s
     layouts' axes must call it. Raises ValueError for parameters of another context, for some of a ``Zero1``'s
     and for parameters that torch's own parallelism has cut.
     """
-    p = float(norm_type)
-    if not p > 0:
-        raise ValueError(f"norm_type must be a positive number or 'inf', not {norm_type!r}")
+    p = checked_norm_type(norm_type)
     check_max_norm(max_norm)
     unique = unique_parameters(parameters)
     trained = {q for q in unique if q.requires_grad}

@@ -81,7 +81,9 @@ class Supervisor:
             f"rank 0 has {name}={{}} and rank {{}} {{}}: {apart}": [job.get(name, jobs[0][name]) for job in jobs]
             for name in jobs[0]
         }
-        same[f"{CHECK.name} must be the same on all ranks; calls to check are rank 0: {{}}, rank {{}}: {{}}"] = calls
+        same[f"{CHECK.name} must be the same on all ranks; calls to check are rank 0: {{}}, rank {{}}: {{}}"] = [
+            "all" if count == ALL else count for count in calls
+        ]
         same["rank 0 runs {} and rank {} {}: install the same on all"] = versions
         for text, values in same.items():
             agree(values, lambda rank, first, other: ValueError(text.format(first, rank, other)))  # noqa: B023

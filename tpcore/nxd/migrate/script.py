@@ -30,6 +30,7 @@ class Script:
 
     def __init__(self, text: str, path: str = "<script>") -> None:
         self.text = text
+        self._lines = text.encode().splitlines(keepends=True)  # by which Python counts, too
         tree = ast.parse(text, path)
         self._names: dict[str, str] = {}  # what a local name stands for
         self._moved: dict[str, str] = {}  # the same after the rewriting
@@ -97,16 +98,19 @@ class Script:
             self.findings.append(Finding(node.lineno, f"from {module} import ...", f"from {home} import {plain}"))
         stay = [alias for alias in node.names if alias.name not in moved]
         kept = all(to.rpartition(".")[2] == name for name, to in moved.items())
-        if len(by_module) == 1 and not stay and kept:
-            line = self.text.encode().split(b"\n")[node.lineno - 1]
-            at = line.index(module.encode(), node.col_offset)
+        line = self._lines[node.lineno - 1]
+        # -1: the name has spaces around its dots, or is on another line
+        at = line.find(module.encode(), node.col_offset)
+        if len(by_module) == 1 and not stay and kept and at >= 0:
             self._edits.append((node.lineno, at, node.lineno, at + len(module.encode()), next(iter(by_module))))
             return
         lines = [f"from {home} import {', '.join(names)}" for home, names in by_module.items()]
         if stay:
             rest = ", ".join(a.name if a.asname is None else f"{a.name} as {a.asname}" for a in stay)
             lines.append(f"from {module} import {rest}")
-        self._edit(node, ("\n" + " " * node.col_offset).join(lines))
+        before, ending = line[: node.col_offset].decode(), "\r\n" if line.endswith(b"\r\n") else "\n"
+        # after `try:` or another statement a line of its own would be indented wrongly
+        self._edit(node, ("; " if before.strip() else f"{ending}{before}").join(lines))
 
     # -- uses -----------------------------------------------------------------------------------------------
     def _uses(self, tree: ast.AST) -> None:
@@ -150,11 +154,11 @@ class Script:
 
     def rewritten(self) -> str:
         """The script with other imports, and with every other byte as it was."""
-        lines = self.text.encode().split(b"\n")
+        lines = [*self._lines]
         for line, column, end_line, end_column, text in sorted(self._edits, reverse=True):
             new = lines[line - 1][:column] + text.encode() + lines[end_line - 1][end_column:]
-            lines[line - 1 : end_line] = new.split(b"\n")
-        return b"\n".join(lines).decode()
+            lines[line - 1 : end_line] = new.splitlines(keepends=True)
+        return b"".join(lines).decode()
 
 
 def _imported_by_call(call: ast.Call) -> str:

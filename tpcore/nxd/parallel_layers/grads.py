@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...comm.comm import Comm
+from ...layout.mesh import DATA
 from ...runtime.context import current
 from ...train import clip
 from ...train.data_parallel import BUCKET, buckets
@@ -19,7 +20,7 @@ from ...train.zero import Zero1
 @torch.no_grad()
 def _sum_in_place(grads: Iterable[Tensor], comm: Comm, divide_by: int = 1) -> None:
     """Replace each gradient by the sum over the group, several in one message. Collective over it."""
-    if comm.size == 1:
+    if comm.size == 1 and divide_by == 1:
         return
     for bucket in buckets(grads, lambda g: g.dtype, lambda g: g.nbytes, BUCKET):
         flat = torch.cat([g.reshape(-1) for g in bucket]).div_(divide_by)
@@ -30,10 +31,16 @@ def _sum_in_place(grads: Iterable[Tensor], comm: Comm, divide_by: int = 1) -> No
 
 def bucket_allreduce_gradients(grads_list: Iterable[Tensor], reduce_over_ep_group: bool = False) -> None:
     """Replace each of these gradients, the same on every dp rank, by its mean over dp, in place.
-    ``reduce_over_ep_group=True`` asks for the mean over expert-parallel ranks, of which there is one."""
-    if not reduce_over_ep_group:
-        dp = current().data
-        _sum_in_place(list(grads_list), dp, dp.size)
+
+    With experts over ep, whose ranks have other examples, it takes two calls: one for all gradients, which divides by
+    all ranks and leaves out ep, for there are other experts; and one with ``reduce_over_ep_group=True`` for those of
+    all but experts, which adds what is missing. Without ep the second does nothing."""
+    ctx = current()
+    if reduce_over_ep_group:
+        _sum_in_place(list(grads_list), ctx.comm(*ctx.mesh.present(("ep",))))
+    else:
+        same_experts = ctx.mesh.present(tuple(axis for axis in DATA if axis != "ep"))
+        _sum_in_place(list(grads_list), ctx.comm(*same_experts), ctx.data.size)
 
 
 def allreduce_sequence_parallel_gradients(optimizer: torch.optim.Optimizer) -> None:
@@ -63,16 +70,18 @@ def get_grad_norm(
     """The norm of the full gradient in ``.grad``, without clipping: with ZeRO-1 that is this dp rank's own, until the
     step takes the mean. Collective. ``force_spmd`` is about programs, which are the same on all ranks in any case."""
     _check_not_zero1(zero1_optimizer, zero1_optimizer_groups)
+    p = clip.checked_norm_type(norm_type)
     unique = unique_parameters(parameters)
     device = unique[0].device if unique else None
-    return clip.norm_of([clip.addend_of(p) for p in unique], float(norm_type), device)
+    return clip.norm_of([clip.addend_of(q) for q in unique], p, device)
 
 
-def clip_grads_with_norm(parameters: Parameters, total_norm: Tensor, max_norm: float) -> None:
-    """Scale gradients in place so that a norm of ``total_norm`` becomes at most ``max_norm``."""
+def clip_grads_with_norm(parameters: Parameters, total_norm: Tensor, max_norm: float) -> Tensor:
+    """Scale gradients in place so that a norm of ``total_norm``, which is returned, becomes at most ``max_norm``."""
     clip.check_max_norm(max_norm)
     grads = (p.grad for p in unique_parameters(parameters) if p.grad is not None)
     clip.scale_to(grads, total_norm, max_norm)
+    return total_norm
 
 
 def clip_grad_norm(

@@ -201,6 +201,9 @@ def create_pg_with_ranks(ranks: Sequence[int]) -> Any:
     """This pipeline's group of the stages ``ranks`` as the backend's own object; None on a rank of another
     stage. Collective over the world; the second call for the same stages returns the same object."""
     ctx, pipelines = current(), _replica_groups("pp")
+    count = len(pipelines[0])
+    if not set(ranks) <= set(range(count)):
+        raise ValueError(f"create_pg_with_ranks({list(ranks)}): there are {count} pipeline stages, counted from 0")
     shared = [tuple(stages[i] for i in ranks) for stages in pipelines]
     others = [tuple(r for r in stages if r not in row) for stages, row in zip(pipelines, shared, strict=True)]
     comm = ctx.grouped(f"stages {list(ranks)}", (*shared, *filter(None, others)))

@@ -138,6 +138,20 @@ class NxDModel(Wrapper):
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
         return self.original_module().named_children()
 
+    # torch's walk over the children, and these are the model's: it would pass by the model itself
+    def train(self, mode: bool = True) -> NxDModel:
+        self.training = mode
+        self.original_module().train(mode)
+        return self
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> NxDModel:
+        self.original_module().apply(fn)
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> NxDModel:
+        self.original_module()._apply(fn, recurse)
+        return self
+
 
 def initialize_parallel_model(
     nxd_config: Config,

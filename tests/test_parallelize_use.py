@@ -84,6 +84,17 @@ def test_ranks_with_different_seeds_return_one_text(options: dict[str, Any]) -> 
     assert first == second
 
 
+@each_rank(tp=2)
+def test_ranks_write_one_text_of_one_prompt(ctx: tpcore.ParallelContext) -> None:
+    model = tpcore.parallelize(llama()).eval()
+    with pytest.raises(ValueError, match=r"max_time=2.5 over 2 ranks: each has a clock of its own.*max_new_tokens"):
+        model.generate(text()["input_ids"], max_new_tokens=3, max_time=2.5)
+    with pytest.raises(
+        ValueError, match=r"ranks 0 and 1 of one text differ in inputs: each rank of tp and pp passes the"
+    ):
+        model.generate(text()["input_ids"] + ctx.rank, max_new_tokens=3)
+
+
 @pytest.mark.parametrize("options", [{}, {"num_beams": 2}], ids=["greedy", "beams"])
 @pytest.mark.parametrize("dispatch", ["gathered", "all_to_all"])
 def test_ranks_of_ep_end_their_texts_by_themselves(dispatch: str, options: dict[str, Any]) -> None:

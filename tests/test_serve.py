@@ -125,6 +125,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = transformers.LlamaForCausalLM(config).eval()
     model.generation_config.eos_token_id = None
     model.save_pretrained(folder)
+    options = folder / "generation_config.json"
+    options.write_text(json.dumps({**json.loads(options.read_text()), "min_p": 0.25}))
     words = ["<unk>", "<s>", "</s>", "<pad>", *(f"w{i}" for i in range(WORDS))]
     text = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     text.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -185,6 +187,9 @@ class TestServer:
         words = whole.split(" ")
         stop = f"{words[3]} {words[4]}"
         assert server.text(stop=["nothing", stop]) == whole[: whole.index(stop)]
+
+    def test_options_that_no_request_gets_are_named(self, server: Server) -> None:
+        assert any("min_p=0.25 of the generation config: not applied" in line for line in server.log)
 
     def test_an_idle_connection_outlives_those_that_clients_keep(self, server: Server) -> None:
         url = server.client.base_url

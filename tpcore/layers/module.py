@@ -90,8 +90,7 @@ class ParallelModule(nn.Module):
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         if param is not None and name in self.shard_specs:
-            spec, shape = self.shard_specs[name], tuple(param.shape)
-            local = tuple(spec.local_shape(self.tp.size))
+            spec, shape, local = self.shard_specs[name], tuple(param.shape), tuple(self.sharding_of(name).local_shape)
             if shape != local:  # with the whole on each rank a sum over the ranks would be tp times too large
                 raise ValueError(
                     f"{type(self).__name__}.{name} is this rank's part of {tuple(spec.shape)}, of shape {local}, and "

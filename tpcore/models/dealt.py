@@ -15,7 +15,7 @@ from ..comm import mappings as ops
 from ..comm.comm import Comm
 from ..layers.context_parallel import Way
 from ..layers.tokens import TokenOrder
-from ..runtime.consensus import compare_ranks
+from ..runtime.consensus import WHOLE_BATCH, compare_ranks
 from ..runtime.context import current
 
 IGNORED = -100
@@ -69,7 +69,7 @@ class DealtTokens:
         once = self.compared and current().checks is None
         traced = not self.comm.eager or torch.compiler.is_compiling() or any(t.is_meta for t in batch.values())
         if not (once or traced):
-            compare_ranks(batch, self.comm, "ranks {} and {} of cp", "every rank of cp gets the whole batch")
+            compare_ranks(batch, self.comm, "ranks {} and {} of cp", f"every rank of cp {WHOLE_BATCH}")
             self.compared = True
 
     def enter(self, base: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

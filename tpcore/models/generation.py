@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..checkpoint.dtensor import device_mesh
 from ..comm.comm import Comm
-from ..runtime.consensus import gather_bytes
+from ..runtime.consensus import compare_ranks, gather_bytes
 from ..runtime.context import ParallelContext
 from ..runtime.random import get_state, set_state
 from ..settings import LOCAL_WORLD_SIZE
@@ -82,7 +82,6 @@ def _paged(manager: Any, heads: int) -> Any:
     ValueError for attention of its own, which would see those of other requests, and for sizes that the cache has not.
     """
     from transformers.generation.continuous_batching.cache import PagedAttentionCache
-    from transformers.generation.continuous_batching.utils import find_head_dim
 
     found: set[tuple[int, int, int]] = set()
 
@@ -98,7 +97,7 @@ def _paged(manager: Any, heads: int) -> Any:
     ids = torch.ones(1, 1, dtype=torch.int64, device=model.device)
     with torch.no_grad():
         model(input_ids=ids, position_ids=ids - 1, use_cache=False, cache=Cache())
-    size = find_head_dim(model.config.get_text_config())
+    size = _head_size(model.config.get_text_config())
     if found == {(heads, size, size)}:
         return manager
     if manager._original_attn_impl is not None:  # as manager.stop() does, of one that has started
@@ -130,12 +129,16 @@ def _sized(config: Any, model: Any, hints: Any, heads: int, ctx: ParallelContext
     return config
 
 
+def _head_size(config: Any) -> int:
+    size: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return size
+
+
 def _bytes(model: Any, heads: int, step: int) -> int:
     """What one token of the caches takes on a rank: its keys and values there, and, as the engine counts it, their copy
     for attention and its column in two masks of ``step`` rows."""
     config = model.config.get_text_config()
-    queries: int = config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // queries
+    queries, size = config.num_attention_heads, _head_size(config)
     cached, copied = 2 * config.num_hidden_layers * heads * size, (2 * queries + heads) * size
     return int((cached + copied + 2 * step) * model.dtype.itemsize)
 
@@ -167,6 +170,23 @@ def _with_heads(manager: Any, heads: int) -> Any:
     return manager
 
 
+def _check_alike(model: Any, comm: Comm, arguments: dict[Any, Any]) -> None:
+    """ValueError for texts that the ranks of ``comm`` would not write together."""
+    if comm.size == 1:
+        return
+    configs = (model.generation_config, arguments.get("generation_config"))
+    seconds = arguments.get("max_time") or next((s for c in configs if (s := getattr(c, "max_time", None))), None)
+    if seconds:
+        raise ValueError(
+            f"generate with max_time={seconds} over {comm.size} ranks: each has a clock of its own, and would stop at "
+            "another token; give max_new_tokens"
+        )
+    prompts = {"inputs" if name == 0 else str(name): t for name, t in arguments.items() if isinstance(t, Tensor)}
+    compare_ranks(
+        prompts, comm, "generate: ranks {} and {} of one text", "each rank of tp and pp passes the whole prompts"
+    )
+
+
 def generate_alike(model: nn.Module, comm: Comm, experts: Comm) -> None:
     """Let ``model.generate`` draw the numbers of the first rank of ``comm`` on all of them, whatever their
     seeds. Samples, beams and guesses then agree, as the ranks' logits do. Ranks of ``experts``, which have other
@@ -176,7 +196,8 @@ def generate_alike(model: nn.Module, comm: Comm, experts: Comm) -> None:
         return
 
     @wraps(original)
-    def generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _check_alike(self, comm, dict(enumerate(args)) | kwargs)
         state = get_state()
         for name, t in state.items():
             first = gather_bytes(t.cpu().numpy().tobytes(), comm)[0]

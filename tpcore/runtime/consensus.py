@@ -176,6 +176,13 @@ def first_difference(ranks: Sequence[int], notes_by_rank: Sequence[Sequence[Note
     return None
 
 
+WHOLE_BATCH = (
+    "gets the whole batch, its inputs and its labels, and draws the same random numbers outside of the layers; a "
+    "sampler takes ctx.index(ctx.batch) of ctx.batch.size"
+)
+"""What ranks of one batch need."""
+
+
 def compare_ranks(tensors: Mapping[str, Tensor], comm: Comm, pair: str, need: str) -> None:
     """Raise ValueError on all ranks of ``comm`` if ``tensors``, which each needs alike, differ. ``pair``: two of them,
     with places for their numbers. Collective."""
@@ -186,10 +193,7 @@ def compare_ranks(tensors: Mapping[str, Tensor], comm: Comm, pair: str, need: st
             raise ValueError(f"{pair.format(0, other)} have {', '.join(first)} and {', '.join(names)}: {need}")
         for (name, here), (_, there) in zip(gathered[0], notes, strict=True):
             if not _alike(here, there):
-                raise ValueError(
-                    f"{pair.format(0, other)} differ in {name}: {need}, its inputs and its labels, and draws the same "
-                    "random numbers outside of the layers; a sampler takes ctx.index(ctx.batch) of ctx.batch.size"
-                )
+                raise ValueError(f"{pair.format(0, other)} differ in {name}: {need}")
 
 
 def _digest(t: Tensor) -> list[float]:

@@ -23,6 +23,7 @@ from transformers.generation.continuous_batching.utils import logger as engine_l
 from ...errors import BackendError
 from ...log import inform, log
 from ...models import lazy, parallelize
+from ...models.cached import longrope_length
 from ...processes.launch import follow
 from ...runtime.context import current
 from ...runtime.init import init
@@ -38,6 +39,28 @@ closes first does so while a request is on its way."""
 _POLL = 0.1
 _FULL = 16
 """Requests of the full length that the caches hold, where memory lets them."""
+_UNUSED = (
+    "bad_words_ids",
+    "begin_suppress_tokens",
+    "epsilon_cutoff",
+    "eta_cutoff",
+    "exponential_decay_length_penalty",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "guidance_scale",
+    "min_length",
+    "min_new_tokens",
+    "min_p",
+    "no_repeat_ngram_size",
+    "num_beams",
+    "penalty_alpha",
+    "repetition_penalty",
+    "sequence_bias",
+    "suppress_tokens",
+    "typical_p",
+    "watermarking_config",
+)
+"""Of a generation config: sampling has the temperature, top_k and top_p of each request."""
 
 
 def engine_of(folder: str, dtype: str, length: int, requests: int, timeout: float) -> tuple[Any, Any, int]:
@@ -47,9 +70,15 @@ def engine_of(folder: str, dtype: str, length: int, requests: int, timeout: floa
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch_dtype)
     parallelize(model.eval())
     config = model.generation_config
-    if current().rank == 0 and (config.repetition_penalty or 1.0) != 1.0:
-        inform(f"repetition_penalty={config.repetition_penalty} of the generation config is not applied")
-    max_length = min(model.config.get_text_config().max_position_embeddings, length)
+    unused = ", ".join(f"{n}={getattr(config, n)}" for n in _UNUSED if getattr(config, n, None) not in (None, 0, 1, []))
+    if current().rank == 0 and unused:
+        inform(f"{unused} of the generation config: not applied")
+    text = model.config.get_text_config()
+    # beyond it longrope turns keys by the longest of all requests, and a text would depend on the others
+    first = longrope_length(getattr(text, "rope_parameters", None))
+    if current().rank == 0 and 0 < first < length:
+        inform(f"requests have at most {first} tokens, for which this model's longrope has its short factors")
+    max_length = min(text.max_position_embeddings, length, first or length)
     settings = transformers.ContinuousBatchingConfig(
         use_async_batching=False, use_cuda_graph=False, max_requests_per_batch=requests, cpu_group_timeout=timeout
     )

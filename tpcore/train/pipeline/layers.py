@@ -16,7 +16,7 @@ from ...layers.module import ParallelModule
 from ...layers.sharding import Sharding, sharding, stamp
 from ...layout.layout import Layout, Slot
 from ...runtime import random
-from ...runtime.consensus import compare_ranks
+from ...runtime.consensus import WHOLE_BATCH, compare_ranks
 from ...runtime.context import current
 from .alike import check_layers, one_call_for_all
 from .schedule import Recomputed, Schedule, tick, where
@@ -119,7 +119,7 @@ class PipelinedLayers(nn.Module):
             return  # a step is recorded
         if kind not in self._compared or self.context.checks is not None:
             self._compared.add(kind)
-            compare_ranks(tensors, self.pp, "stages {} and {} of a pipeline", "every stage gets the whole batch")
+            compare_ranks(tensors, self.pp, "stages {} and {} of a pipeline", f"every stage {WHOLE_BATCH}")
 
     def _run(self, x: Tensor, arguments: LayerArguments) -> Tensor:
         if self.pp.size == 1 and not (self.training or torch.is_grad_enabled()):

@@ -113,6 +113,21 @@ def test_a_loop_goes_on_on_another_mesh(pool: RankPool, tmp_path: Path) -> None:
     assert_near(first + rest, want)
 
 
+def _without_scheduler(ctx: tpcore.ParallelContext, where: Path) -> None:
+    reset()
+    accelerator, made = Accelerator(cpu=True), tpcore.parallelize(model())
+    optimizer = torch.optim.AdamW(made.named_parameters())
+    accelerator.prepare(made, optimizer)
+    accelerator.save_state(str(where))
+    accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 1))
+    with pytest.raises(tpcore.CheckpointError, match=r"holds no scheduler_0, but .*optimizer_0"):
+        accelerator.load_state(str(where))
+
+
+def test_a_state_that_lacks_what_is_prepared_is_refused(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(TP, _without_scheduler, tmp_path / "state")
+
+
 def _refused(ctx: tpcore.ParallelContext) -> int:
     reset()
     with pytest.raises(ValueError, match="dispatch_batches=True"):

@@ -87,6 +87,21 @@ def _refused(path: Path, message: str) -> None:
     run_ranks(Mesh({"tp": 2}), read)
 
 
+def test_one_file_counts_before_an_index(tmp_path: Path) -> None:
+    """As in transformers, whose ``save_pretrained`` leaves the index of an earlier save of several files."""
+    save_file({"weight": torch.ones(4, 4)}, tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"weight": "model-00001.safetensors"}})
+    )
+
+    def read(_: ParallelContext) -> None:
+        layer = tpcore.ColumnParallelLinear(4, 4, bias=False)
+        load(tmp_path, layer, sharded=False)
+        assert torch.equal(layer.weight, torch.ones(2, 4))
+
+    run_ranks(Mesh({"tp": 2}), read)
+
+
 def test_a_directory_without_weights(tmp_path: Path) -> None:
     _refused(tmp_path, "is a directory without model.safetensors")
 

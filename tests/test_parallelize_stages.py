@@ -120,6 +120,23 @@ def test_stages_save_one_model(tmp_path: Path) -> None:
     assert not (tmp_path / ".stages").exists()
 
 
+def test_a_save_of_stages_that_fails_leaves_the_model_that_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> Any:
+        raise tpcore.CheckpointError("no space left")
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        model: Any = tpcore.parallelize(hf.llama(), num_microbatches=2)
+        model.save_pretrained(tmp_path)
+        monkeypatch.setattr("tpcore.models.whole.consolidate", full)
+        with pytest.raises(tpcore.CheckpointError, match="no space left"):
+            model.save_pretrained(tmp_path)
+
+    run_ranks(Mesh({"pp": 2, "dp": 1, "tp": 1}), rank)
+    assert {f.name for f in tmp_path.iterdir()} == {"config.json", "generation_config.json", "model.safetensors"}
+
+
 def test_each_stage_reads_its_own_of_the_files(tmp_path: Path) -> None:
     """Lazily, and into a model that is there; what is on a stage alone says so afterwards."""
     torch.manual_seed(0)

@@ -29,7 +29,8 @@ from tpcore.testing import run_ranks
 
 peft = pytest.importorskip("peft")
 
-from tpcore.integrations.peft import from_pretrained, get_peft_model  # noqa: E402  after the skip
+from tpcore.integrations.model_files import load_model  # noqa: E402  after the skip
+from tpcore.integrations.peft import from_pretrained, get_peft_model  # noqa: E402
 
 pytestmark = [
     # peft asks transformers by a name that it has given up
@@ -119,6 +120,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "beside an embedding": ("llama", {"targets": ["q_proj"], "modules_to_save": ["embed_tokens"]}, {}),
     "beside a norm": ("llama", {"targets": ["q_proj"], "modules_to_save": ["norm"]}, {}),
     "sequence parallel": ("llama", {}, {"sequence_parallel": True}),
+    "sequence parallel beside all norms and a row layer": (
+        "llama",
+        {"targets": ["q_proj"], "modules_to_save": ["norm", "down_proj"]},
+        {"sequence_parallel": True},
+    ),
 }
 QUICK = [(case, 4 if case == "sequence parallel" else 2) for case in CASES.keys() - {"qwen2", "mixtral", "bert"}]
 
@@ -252,6 +258,81 @@ def test_a_checkpoint_consolidates_to_the_files_of_save_pretrained(tmp_path: Pat
     assert all(torch.equal(got[name], want[name]) for name in want)
     peft.PeftModel.from_pretrained(made(llama), tmp_path / "out")
     assert "there is no configuration" in CliRunner().invoke(app, [*command, str(tmp_path / "run")]).output
+
+
+def test_files_with_layers_of_the_model_open_in_a_sharded_one(tmp_path: Path) -> None:
+    options = {"targets": ["q_proj"], "modules_to_save": ["up_proj", "down_proj"], "bias": "all"}
+    biased = partial(llama, attention_bias=True)
+    whole = adapted(biased, "", options)
+    warm(whole)
+    with torch.no_grad():
+        for name, p in whole.named_parameters():
+            if "modules_to_save" in name or name.endswith("bias"):
+                p.add_(0.1)
+        want = whole.eval()(**text()).logits
+    whole.save_pretrained(tmp_path / "one")
+
+    def rank(_: tpcore.ParallelContext) -> None:
+        model = from_pretrained(tpcore.parallelize(made(biased)), tmp_path / "one")
+        with torch.no_grad():
+            assert (model.eval()(**text()).logits - want).abs().max() < EXACT
+
+    run_ranks(TWO, rank)
+
+
+def test_a_training_loads_adapters_of_any_name_and_misses_none(tmp_path: Path) -> None:
+    def rank(_: tpcore.ParallelContext) -> None:
+        def model(*targets: str) -> Any:
+            return get_peft_model(tpcore.parallelize(made(llama)), config(list(targets)), adapter_name="mine")
+
+        saved, again = model("q_proj"), model("q_proj")
+        with torch.no_grad():
+            for name, p in saved.named_parameters():
+                if "lora_" in name:
+                    p.fill_(0.5)
+        saved.save_pretrained(tmp_path / "named")
+        load_model(again, str(tmp_path / "named"))
+        pairs = zip(saved.parameters(), again.parameters(), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
+        with pytest.raises(tpcore.CheckpointError, match="holds no values for the adapter 'mine'"):
+            load_model(model("q_proj", "up_proj"), str(tmp_path / "named"))
+
+    run_ranks(TWO, rank)
+
+
+def test_some_adapters_of_all_stages_are_saved(tmp_path: Path) -> None:
+    def rank(_: tpcore.ParallelContext) -> None:
+        whole = adapted(llama, "", {"targets": ["q_proj"]})
+        whole.add_adapter("other", config(["q_proj"]))
+        model = tpcore.parallelize(whole, num_microbatches=2)
+        with pytest.raises(ValueError, match="safe_serialization=False"):
+            model.save_pretrained(tmp_path / "bin", safe_serialization=False)
+        model.save_pretrained(tmp_path / "one", selected_adapters=["other"])
+
+    run_ranks(Mesh({"pp": 2, "dp": 1, "tp": 1}), rank)
+    files = {str(f.relative_to(tmp_path)) for f in tmp_path.rglob("adapter_*")}
+    assert files == {"one/other/adapter_config.json", "one/other/adapter_model.safetensors"}
+    assert len(load_file(tmp_path / "one/other/adapter_model.safetensors")) == 2 * TINY["num_hidden_layers"]
+
+
+def test_further_adapters_of_all_layers_and_their_combinations() -> None:
+    def both(model: Any) -> Any:
+        torch.manual_seed(9)
+        model.add_adapter("other", config("All-Linear", init_lora_weights=False))
+        model.add_weighted_adapter(["default", "other"], [0.5, 1.5], "sum", "linear")
+        model.set_adapter("sum")
+        with torch.no_grad():
+            return model.double().eval()(**text()).logits
+
+    want = both(adapted(llama, "", {}))
+
+    def rank(_: tpcore.ParallelContext) -> None:
+        model = adapted(llama, "after", {})
+        assert (both(model) - want).abs().max() < EXACT
+        with pytest.raises(ValueError, match=r"'svd'.*each rank has a part"):
+            model.add_weighted_adapter(["default", "other"], [0.5, 1.5], "svd")
+
+    run_ranks(TWO, rank)
 
 
 @pytest.mark.parametrize("how", ["before", "after"])

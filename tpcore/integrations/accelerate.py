@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import checkpoint
-from ..errors import extra
+from ..errors import CheckpointError, extra
 
 with extra("trainer", __name__):
     import accelerate
@@ -260,6 +260,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **_: Any) -> None:
         """Load the checkpoint of ``save_state``, on any mesh. Collective over the world."""
         rest = checkpoint.load(str(input_dir), self._only_model(input_dir))
+        objects = {"optimizer": self._optimizers, "scheduler": self._schedulers, "other": self._custom_objects}
+        wanted = ("step", *(f"{kind}_{i}" for kind, some in objects.items() for i in range(len(some))))
+        if missing := [key for key in wanted if key not in rest]:
+            raise CheckpointError(
+                f"{input_dir} holds no {', '.join(missing)}, but {', '.join(map(str, rest)) or 'the model alone'}: "
+                "prepare what was prepared when save_state wrote it"
+            )
         self.step = rest["step"]
         for i, optimizer in enumerate(self._optimizers):
             optimizer.optimizer.load_state_dict(fitted(optimizer.optimizer, rest[f"optimizer_{i}"]))

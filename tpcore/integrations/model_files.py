@@ -71,7 +71,7 @@ def load_model(model: nn.Module, where: str) -> None:
     parts = os.path.join(where, PARTS)
     if os.path.isdir(parts):
         checkpoint.load(parts, model)
-    elif hasattr(model, "peft_config") and os.path.isfile(os.path.join(where, "adapter_config.json")):
+    elif _has_adapters(model, where):
         from ..models.adapters import load_adapters
 
         with together(current()):
@@ -80,6 +80,12 @@ def load_model(model: nn.Module, where: str) -> None:
         with together(current()):
             weights = open_weights(model, where)
         read_parts(model, weights, current())
+
+
+def _has_adapters(model: Any, where: str) -> bool:
+    """Whether ``where`` has files of an adapter of ``model``: one of another name than "default" has a folder."""
+    folders = ("", *getattr(model, "peft_config", ()))
+    return len(folders) > 1 and any(os.path.isfile(os.path.join(where, f, "adapter_config.json")) for f in folders)
 
 
 def save_in_parts(model: Any, where: str, *, in_background: bool = False) -> None:

@@ -47,5 +47,5 @@ def from_pretrained(
         config.inference_mode = not is_trainable
         adapters.check_targets(model, adapters.prepared(config))
         open_files: Any = peft.PeftModel.from_pretrained
-        with adapters.whole_tables(model):
+        with adapters.whole_layers(model):
             return adapters.bound(open_files(model, path, adapter_name, is_trainable, config, **options))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import MethodType
@@ -11,19 +12,27 @@ from typing import Any
 
 from peft.tuners import lora
 from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
-from peft.utils import SAFETENSORS_WEIGHTS_NAME, get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
+from peft.utils import (
+    CONFIG_NAME,
+    SAFETENSORS_WEIGHTS_NAME,
+    get_peft_model_state_dict,
+    load_peft_weights,
+    set_peft_model_state_dict,
+)
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from safetensors.torch import load, save, save_file
 from torch import Tensor, nn
 
-from ..layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
+from ..checkpoint.storage.files import listed
+from ..errors import CheckpointError
+from ..layers import ParallelEmbedding, RowParallelLinear
 from ..layers.module import ParallelModule, keeping
 from ..layers.sharding import sharding
 from ..runtime.consensus import gather_bytes, together
 from ..runtime.context import current
 from ..train.pipeline import PipelinedLayers
-from .lora import HEAD, LAYERS, ShardedLora, ShardedLoraEmbedding, refuse, take_part
-from .loss import IS_HEAD
+from .forwards import SUBSTITUTED
+from .lora import HEAD, LAYERS, ShardedLora, ShardedLoraEmbedding, add_weighted_adapter, name_linear, refuse, take_part
 from .whole import whole
 
 
@@ -53,16 +62,13 @@ def check_targets(model: Any, config: Any) -> None:
             "this rank has the layers of its stage alone, and would draw other initial values than one process: add "
             "adapters before, tpcore.parallelize(peft.get_peft_model(model, config), num_microbatches=...)"
         )
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    if config.target_modules != "all-linear":
-        name = next((n for n, m in model.named_modules() if m is head), "")
-        saved = name.rpartition(".")[2] in (config.modules_to_save or ())
-        if name and (saved or (config.target_modules and check_target_module_exists(config, name))):
-            raise ValueError(HEAD.format(name))
+    if name_linear(model, config):
         return
-    kinds = (nn.Linear, ColumnParallelLinear, RowParallelLinear)
-    linear = {name: m for name, m in model.named_modules() if isinstance(m, kinds) and m is not head}
-    config.target_modules = {name.rpartition(".")[2] for name in linear}
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    name = next((n for n, m in model.named_modules() if m is head), "")
+    saved = name.rpartition(".")[2] in (config.modules_to_save or ())
+    if name and (saved or (config.target_modules and check_target_module_exists(config, name))):
+        raise ValueError(HEAD.format(name))
 
 
 def bound(model: Any) -> Any:
@@ -70,21 +76,32 @@ def bound(model: Any) -> Any:
     for layer in model.modules():
         if type(layer) in _INNER:
             _hooks_outside(layer, getattr(layer, _INNER[type(layer)]))
+    _link_copies(model)
     configs = Configs(model.peft_config)  # without refusals: these adapters are made, perhaps of whole weights
     for config in configs.values():
         config._register_custom_module(LAYERS)
     model.base_model.peft_config = model.get_base_model().peft_config = configs
     model.__dict__["save_pretrained"] = MethodType(save_adapters, model)
     model.__dict__["load_adapter"] = MethodType(_load_adapter, model)
+    model.__dict__["add_adapter"] = MethodType(_add_adapter, model)
+    model.base_model.__dict__["add_weighted_adapter"] = MethodType(add_weighted_adapter, model.base_model)
     return model
 
 
 def save_adapters(
-    model: Any, save_directory: str | os.PathLike[str], *args: Any, is_main_process: bool = True, **options: Any
+    model: Any,
+    save_directory: str | os.PathLike[str],
+    safe_serialization: bool = True,
+    selected_adapters: list[str] | None = None,
+    save_embedding_layers: Any = "auto",
+    is_main_process: bool = True,
+    **options: Any,
 ) -> None:
     """``save_pretrained`` of a ``PeftModel``: peft's files, ``adapter_config.json`` and ``adapter_model.safetensors``,
     of the whole adapters. Rank 0 writes, whatever ``is_main_process``. Collective over the world."""
-    ctx, tables_too = current(), options.get("save_embedding_layers", "auto")
+    ctx, tables_too, staged = current(), save_embedding_layers, current().mesh.axes.get("pp", 1) > 1
+    if staged and not safe_serialization:
+        raise ValueError("save_pretrained(safe_serialization=False): adapters on stages are written as safetensors")
     state = dict(options.pop("state_dict", None) or {})
     if not state:
         head: Any = getattr(model, "get_output_embeddings", lambda: None)()
@@ -93,20 +110,22 @@ def save_adapters(
         for name, t in model.state_dict(keep_vars=True).items():
             if t.requires_grad or "lora_" in name or "modules_to_save" in name or id(t) in saved:
                 state[name] = whole(t)
-    stages = _of_stages(model, state) if ctx.mesh.axes.get("pp", 1) > 1 else {}
+    names = [name for name in model.peft_config if selected_adapters is None or name in selected_adapters]
+    stages = _of_stages(model, state, names) if staged else {}
+    options |= {"selected_adapters": selected_adapters, "save_embedding_layers": tables_too, "state_dict": state}
     with together(ctx):
         if ctx.rank == 0:
-            type(model).save_pretrained(model, os.fspath(save_directory), *args, state_dict=state, **options)
+            type(model).save_pretrained(model, os.fspath(save_directory), safe_serialization, **options)
             for name, of_all in stages.items():  # peft writes what its model has, one stage's
                 local = get_peft_model_state_dict(model, state, name, save_embedding_layers=tables_too)
                 file = os.path.join(_folder(os.fspath(save_directory), name), SAFETENSORS_WEIGHTS_NAME)
                 save_file({**local, **of_all}, file, {"format": "pt"})
 
 
-def _of_stages(model: Any, state: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """The adapters of all stages by name, from the ``state`` of each. Collective over them."""
+def _of_stages(model: Any, state: dict[str, Tensor], names: list[str]) -> dict[str, dict[str, Tensor]]:
+    """The adapters ``names`` of all stages, from the ``state`` of each. Collective over them."""
     adapters: dict[str, dict[str, Tensor]] = {}
-    for name in model.peft_config:
+    for name in names:
         # the vocabulary's tables are on every stage
         local = get_peft_model_state_dict(model, state_dict=state, adapter_name=name, save_embedding_layers=False)
         parts = gather_bytes(save(local), current().comm("pp"))
@@ -114,29 +133,48 @@ def _of_stages(model: Any, state: dict[str, Tensor]) -> dict[str, dict[str, Tens
     return adapters
 
 
+_OF_ADAPTER = re.compile(r"\.(lora_\w+|modules_to_save)\.")
+
+
 def _folder(where: str, name: str) -> str:
     return where if name == "default" else os.path.join(where, name)
 
 
 def load_adapters(model: Any, where: str) -> None:
-    """Load this rank's part of what ``save_pretrained`` wrote, for each adapter of the ``PeftModel``."""
-    with whole_tables(model):
+    """Load this rank's part of what ``save_pretrained`` wrote, for each adapter of the ``PeftModel``. CheckpointError
+    if the files lack one, or a part of it."""
+    with whole_layers(model):
         for name in model.peft_config:
-            set_peft_model_state_dict(model, load_peft_weights(_folder(where, name), "cpu"), adapter_name=name)
+            folder = _folder(where, name)
+            if not os.path.isfile(os.path.join(folder, CONFIG_NAME)):
+                raise CheckpointError(f"{folder} has no {CONFIG_NAME}: the adapter {name!r} of the model is not there")
+            report: Any = set_peft_model_state_dict(model, load_peft_weights(folder, "cpu"), adapter_name=name)
+            missing = [key for key in report.missing_keys if _OF_ADAPTER.search(key) and f".{name}." in f"{key}."]
+            if missing:
+                raise CheckpointError(listed(f"{folder} holds no values for the adapter {name!r}", missing))
 
 
 def _load_adapter(model: Any, *args: Any, **options: Any) -> Any:
-    with whole_tables(model):
-        return type(model).load_adapter(model, *args, **options)
+    with whole_layers(model):
+        loaded = type(model).load_adapter(model, *args, **options)
+    _link_copies(model)
+    return loaded
+
+
+def _add_adapter(model: Any, adapter_name: str, peft_config: Any, *args: Any, **options: Any) -> Any:
+    name_linear(model.get_base_model(), peft_config)
+    added = type(model).add_adapter(model, adapter_name, peft_config, *args, **options)
+    _link_copies(model)
+    return added
 
 
 @contextmanager
-def whole_tables(model: nn.Module) -> Iterator[None]:
-    """Inside, files may have the vocabulary's tables of a sharded model whole, as ``save_embedding_layers`` writes
-    them."""
+def whole_layers(model: nn.Module) -> Iterator[None]:
+    """Inside, files may have layers of a sharded model whole, as ``save_embedding_layers``, ``modules_to_save`` and
+    ``bias`` write them. Copies that peft makes of a layer inside keep that."""
     with ExitStack() as hooks:
         for layer in model.modules():
-            if isinstance(layer, ParallelEmbedding) or layer.__dict__.get(IS_HEAD):
+            if isinstance(layer, ParallelModule):
                 hooks.enter_context(layer.register_load_state_dict_pre_hook(take_part))
         yield
 
@@ -213,6 +251,25 @@ def _hooks_outside(layer: nn.Module, inner: nn.Module) -> None:
     for number, hook in list(inner._forward_hooks.items()):
         if type(hook).__module__.startswith("tpcore."):
             layer._forward_hooks[number] = inner._forward_hooks.pop(number)
+
+
+def _link_copies(model: nn.Module) -> None:
+    """Under sequence parallelism the copies of ``modules_to_save`` sum gradients and put out tokens as the model's own
+    modules do, which are told in each forward where the tokens are cut."""
+    for layer in model.modules():
+        if not isinstance(layer, ModulesToSaveWrapper):
+            continue
+        own: Any = layer.original_module
+        for part in layer.modules_to_save.values():
+            if SUBSTITUTED in own.__dict__:
+                part.__class__, part.__dict__[SUBSTITUTED] = type(own), own.__dict__[SUBSTITUTED]
+        if isinstance(own, RowParallelLinear) and _same_tokens not in layer._forward_pre_hooks.values():
+            layer.register_forward_pre_hook(_same_tokens)
+
+
+def _same_tokens(layer: Any, inputs: Any) -> None:
+    for part in layer.modules_to_save.values():
+        part.sequence_dim = layer.original_module.sequence_dim
 
 
 def _part_of(module: nn.Module, like: ParallelModule) -> nn.Module:

@@ -21,7 +21,7 @@ from .cuts import Cut
 from .plan import REPLICATE, Rule, rule_of
 from .source import argument_of_calls
 
-_REGION, _SUBSTITUTED = "_tpcore_region", "_tpcore_summed"
+_REGION, SUBSTITUTED = "_tpcore_region", "_tpcore_summed"
 Switch = Callable[[], bool]
 """Whether gradients are in parts in the current forward. A copy of the module has to have its own."""
 _DROPOUTS = frozenset(
@@ -182,7 +182,7 @@ def _substitute(module: nn.Module, function: partial[Tensor | None]) -> None:
             for module, table, values in saved:
                 module.__dict__[table] = values
 
-    module.__dict__[_SUBSTITUTED] = function
+    module.__dict__[SUBSTITUTED] = function
     module.__class__ = with_forward(original, forward)
 
 
@@ -194,7 +194,7 @@ def with_forward(original: type[nn.Module], forward: Callable[..., Any]) -> type
 
 def _substitutes(module: nn.Module) -> Iterator[tuple[nn.Module, str, dict[str, Any]]]:
     """(module, its table of parameters or of children, what stands there in a forward)."""
-    function = module.__dict__[_SUBSTITUTED]
+    function = module.__dict__[SUBSTITUTED]
     yield module, "_parameters", {name: function(p) for name, p in module._parameters.items()}
     lists = [child for child in module.children() if isinstance(child, nn.ModuleList)]
     for of_heads in lists if function.func is _of_heads else ():

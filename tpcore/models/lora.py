@@ -10,6 +10,8 @@ from functools import partial
 from typing import Any
 
 from peft.tuners import lora
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
 from ..layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
@@ -135,6 +137,39 @@ _REFUSED = """
 use_dora target_parameters layer_replication trainable_token_indices use_qalora use_bdlora alora_invocation_tokens
 arrow_config velora_config monteclora_config kasa_config megatron_config
 """  # DoRA, because it takes the norm of a whole weight's rows
+
+
+def name_linear(model: Any, config: Any) -> bool:
+    """Whether the ``config`` of adapters has "all-linear", which becomes the names of the linear layers but the head;
+    layers that have adapters already count, their adapters do not."""
+    targets = config.target_modules
+    if not (isinstance(targets, str) and targets.lower() == "all-linear"):
+        return False
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    kinds = (nn.Linear, ColumnParallelLinear, RowParallelLinear, lora.Linear)
+    names, inner = set[str](), tuple[str, ...]()
+    for name, module in model.named_modules():
+        if name.startswith(inner):
+            continue
+        if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
+            inner += (f"{name}.",)
+        if isinstance(module, kinds) and module is not head:
+            names.add(name.rpartition(".")[2])
+    config.target_modules = names
+    return True
+
+
+def add_weighted_adapter(
+    tuner: Any, adapters: Any, weights: Any, adapter_name: str, combination_type: str = "svd", **options: Any
+) -> None:
+    """peft's, for the combinations that take each entry by itself."""
+    bases: list[Any] = [m.get_base_layer() for m in tuner.modules() if isinstance(m, ShardedLora)]
+    if any(base.tp.size > 1 for base in bases) and combination_type not in ("linear", "cat"):
+        raise ValueError(
+            f"add_weighted_adapter(combination_type={combination_type!r}) decomposes or prunes whole weights, of which "
+            'each rank has a part: take "linear" or "cat", or combine the saved adapters on the whole model'
+        )
+    type(tuner).add_weighted_adapter(tuner, adapters, weights, adapter_name, combination_type, **options)
 
 
 def take_part(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:

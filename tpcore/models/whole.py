@@ -85,8 +85,10 @@ def save_whole(
     """
     ctx = current()
     if state_dict is not None:
-        if ctx.rank == 0:
-            type(model).save_pretrained(model, save_directory, state_dict=state_dict, **options)
+        with together(ctx):
+            if ctx.rank == 0:
+                options |= {"state_dict": state_dict, "max_shard_size": max_shard_size}
+                type(model).save_pretrained(model, save_directory, **options)
         return
     if options:
         raise ValueError(f"save_pretrained of a cut model does not take {', '.join(sorted(options))}")
@@ -117,13 +119,21 @@ def save_whole(
 def _save_stages(model: Any, out: str, largest: int) -> None:
     """Each rank writes its part, and rank 0 makes one model of them."""
     ctx, parts = current(), os.path.join(out, ".stages")
-    checkpoint.save(model.state_dict(), parts)
-    with together(ctx):
+    new = os.path.join(parts, "whole")  # until it is complete, what is there stays
+    try:
+        checkpoint.save(model.state_dict(), parts)
+        with together(ctx):
+            if ctx.rank == 0:
+                names = [name for name in consolidate(parts, new, max_shard_size=largest) if _STALE.fullmatch(name)]
+                with naming("put in place", out):
+                    for name in names:
+                        os.replace(os.path.join(new, name), os.path.join(out, name))
+                    drop_weights(out, names)
+                    save_configuration(model, out)
+                sync_dir(out)
+    finally:
         if ctx.rank == 0:
-            drop_weights(out)
-            consolidate(parts, out, max_shard_size=largest)
-            save_configuration(model, out)
-            shutil.rmtree(parts)
+            shutil.rmtree(parts, ignore_errors=True)
 
 
 def _stored(model: Any, done: set[int]) -> dict[str, Written]:

@@ -77,13 +77,14 @@ _FILES = ("model.safetensors", "pytorch_model.bin")  # in order of preference
 
 
 def _files_in(path: str) -> dict[str, set[str] | None]:
-    """Paths of the files of weights, each with the names to take from it (None: all)."""
+    """Paths of the files of weights, each with the names to take from it (None: all). One file counts before an index,
+    as in transformers, whose ``save_pretrained`` leaves the index of an earlier save beside it."""
     for name in _FILES:
         index = os.path.join(path, name + INDEX)
-        if os.path.lexists(index):
-            return _indexed(path, index)
         if os.path.lexists(os.path.join(path, name)):
             return {inside(path, name, path): None}
+        if os.path.lexists(index):
+            return _indexed(path, index)
     return {}
 
 

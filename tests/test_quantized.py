@@ -16,6 +16,7 @@ from transformers.utils.quantization_config import QuantizationMethod
 from worlds import each_rank
 
 import tpcore
+from tpcore.checkpoint.rewrite import consolidate
 from tpcore.layers import quantized
 from tpcore.layers.quantized import DTYPES, QuantizedLinear
 from tpcore.layers.sharding import sharding
@@ -111,6 +112,17 @@ def test_a_checkpoint_opens_at_any_degree(tmp_path: Path, dtype: torch.dtype) ->
     run_ranks(TWO, save)
     for degree in (1, 4):
         run_ranks(Mesh({"tp": degree}), load)
+    with pytest.raises(tpcore.CheckpointError, match=r"quantized weights, '.*weight_scale' beside one: .*the scale"):
+        consolidate(tmp_path / "two", tmp_path / "files")
+    assert not (tmp_path / "files").exists()
+
+    def other(ctx: tpcore.ParallelContext) -> None:
+        tpcore.checkpoint.save({"model": made().state_dict()}, tmp_path / "plain")
+        model = tpcore.parallelize(made(), quantize=dtype)
+        with pytest.raises(tpcore.CheckpointError, match=f"has dtype torch.float64, the model {dtype}"):
+            tpcore.checkpoint.load(tmp_path / "plain", model, strict=False)
+
+    run_ranks(TWO, other)
 
 
 @each_rank(tp=2)

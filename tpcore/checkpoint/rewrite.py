@@ -56,6 +56,8 @@ def consolidate(
     """
     with opened(src, how or Reading(), rules) as source:
         unique, ties = once(tensors_of(source, rules), source.path)
+        if isinstance(source, Native):
+            _refuse_quantized(unique, source.path)
         tensors: Mapping[str, Writable] = unique
         if stored_as is not None:
             tensors, ties = stored_as({**unique, **{other: unique[kept] for other, kept in ties.items()}}), {}
@@ -68,6 +70,15 @@ def consolidate(
             names += _copy_model_files(os.fspath(beside or src), stage, os.fspath(out), config)
             sync_dir(stage)
     return names
+
+
+def _refuse_quantized(names: Mapping[str, object], path: str) -> None:
+    scale = next((n for n in names if n.endswith(".weight_scale") and n.removesuffix("_scale") in names), None)
+    if scale is not None:
+        raise CheckpointError(
+            f"{path} has quantized weights, {scale!r} beside one: files of transformers have no such form, and "
+            "would be read without the scale; load it by tpcore.checkpoint.load into parallelize(model, quantize=...)"
+        )
 
 
 W = TypeVar("W", bound=Writable)

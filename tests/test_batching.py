@@ -116,6 +116,7 @@ def test_without_process_groups_it_says_what_to_call(ctx: tpcore.ParallelContext
 GPTJ = {"vocab_size": 99, "n_embd": 32, "n_layer": 1, "n_head": 4, "rotary_dim": 4}
 LATENT = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 99}
+GEMMA = HEADS | {"hidden_size": 32, "head_dim": 8, "intermediate_size": 48, "num_hidden_layers": 2}
 DENSE = HEADS | {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "first_k_dense_replace": 1}
 
 
@@ -127,8 +128,12 @@ DENSE = HEADS | {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers"
             lambda: transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**DENSE, **LATENT)),
             r"keys and values of sizes \[\(12, 8\)\], and the cache one of 4",
         ),
+        (
+            lambda: transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**GEMMA)),
+            r"Gemma2ForCausalLM has capped scores, which its attention 'paged\|eager' leaves out",
+        ),
     ],
-    ids=["keys and values that never come to the cache", "of another size"],
+    ids=["keys and values that never come to the cache", "of another size", "capped scores"],
 )
 def test_models_whose_tokens_would_be_others_are_refused(make: Any, why: str) -> None:
     def rank(ctx: tpcore.ParallelContext) -> None:

@@ -53,6 +53,9 @@ MODELS: dict[str, Callable[[], Any]] = {
         transformers.Gemma2Config(**QWEN3, sliding_window=5, attn_logit_softcapping=0.5, attn_implementation="eager")
     ),
     "gpt2": lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2)),
+    "roberta, causal": lambda: transformers.RobertaForCausalLM(
+        transformers.RobertaConfig(**{**TINY, **NO_DROPOUT}, is_decoder=True)
+    ),
     "bert": lambda: transformers.BertForMaskedLM(transformers.BertConfig(**{**TINY, **NO_DROPOUT})),
 }
 
@@ -133,6 +136,7 @@ def assert_equal(
 
 CELLS: list[tuple[str, str, dict[str, int], dict[str, bool]]] = [
     *((name, "plain", mesh, {}) for name in MODELS for mesh in (CP2, CP2_TP2)),
+    ("roberta, causal", "packed", CP2, {}),
     *((name, batch, CP4, {}) for name in ("llama", "mistral, window", "bert") for batch in BATCHES),
     *((name, batch, CP2, {"dealt": True}) for name in ("llama", "bert") for batch in BATCHES),  # by the loader
     *((name, "plain", CP2_TP2, {"sequence_parallel": True, "recompute": True}) for name in ("llama", "gpt2")),

@@ -270,8 +270,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self.step = rest["step"]
         for i, optimizer in enumerate(self._optimizers):
             optimizer.optimizer.load_state_dict(fitted(optimizer.optimizer, rest[f"optimizer_{i}"]))
-        for kind, objects in (("scheduler", self._schedulers), ("other", self._custom_objects)):
-            for i, stateful in enumerate(objects):
+        for kind in ("scheduler", "other"):
+            for i, stateful in enumerate(objects[kind]):
                 stateful.load_state_dict(rest[f"{kind}_{i}"])
 
     def save_model(

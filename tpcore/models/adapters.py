@@ -62,12 +62,11 @@ def check_targets(model: Any, config: Any) -> None:
             "this rank has the layers of its stage alone, and would draw other initial values than one process: add "
             "adapters before, tpcore.parallelize(peft.get_peft_model(model, config), num_microbatches=...)"
         )
-    if name_linear(model, config):
-        return
     head = getattr(model, "get_output_embeddings", lambda: None)()
     name = next((n for n, m in model.named_modules() if m is head), "")
     saved = name.rpartition(".")[2] in (config.modules_to_save or ())
-    if name and (saved or (config.target_modules and check_target_module_exists(config, name))):
+    every = name_linear(model, config)
+    if name and (saved or (not every and config.target_modules and check_target_module_exists(config, name))):
         raise ValueError(HEAD.format(name))
 
 
@@ -133,9 +132,6 @@ def _of_stages(model: Any, state: dict[str, Tensor], names: list[str]) -> dict[s
     return adapters
 
 
-_OF_ADAPTER = re.compile(r"\.(lora_\w+|modules_to_save)\.")
-
-
 def _folder(where: str, name: str) -> str:
     return where if name == "default" else os.path.join(where, name)
 
@@ -149,7 +145,8 @@ def load_adapters(model: Any, where: str) -> None:
             if not os.path.isfile(os.path.join(folder, CONFIG_NAME)):
                 raise CheckpointError(f"{folder} has no {CONFIG_NAME}: the adapter {name!r} of the model is not there")
             report: Any = set_peft_model_state_dict(model, load_peft_weights(folder, "cpu"), adapter_name=name)
-            missing = [key for key in report.missing_keys if _OF_ADAPTER.search(key) and f".{name}." in f"{key}."]
+            of_adapter = re.compile(rf"\.(lora_\w+|modules_to_save)\.{re.escape(name)}(\.|$)")
+            missing = [key for key in report.missing_keys if of_adapter.search(key)]
             if missing:
                 raise CheckpointError(listed(f"{folder} holds no values for the adapter {name!r}", missing))
 

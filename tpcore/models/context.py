@@ -34,8 +34,11 @@ xlm-roberta-xl youtu
 """
 FAMILIES = frozenset(_FAMILIES.split())
 """Model types whose loss and gradients were compared with the whole model's."""
-_ONE_DOCUMENT = frozenset(("afmoe", "biogpt", "opt"))
-"""Of these, families whose attention is that of one document where positions begin again."""
+_ONE_DOCUMENT = """
+afmoe bert biogpt camembert data2vec-text electra ernie opt roberta roberta-prelayernorm roc_bert xlm-roberta
+xlm-roberta-xl
+"""
+"""Of these, families whose attention is that of one document where positions begin again; encoders as decoders."""
 _HEADS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM")
 _STATES = ("Mamba", "SSM", "Rwkv", "RWKV", "DeltaNet", "LinearAttention", "Recurrent", "ShortConv")
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "router_jitter_noise")
@@ -119,7 +122,7 @@ def cut_context(model: Any, comm: Comm, way: Callable[[int], Way]) -> None:
     attentions = [m for m in model.modules() if "Attention" in type(m).__name__]
     causal = all(getattr(m, "is_causal", True) for m in attentions)
     routed = hasattr(model.config, "output_router_logits")
-    packed = causal and model.config.model_type not in _ONE_DOCUMENT
+    packed = causal and model.config.model_type not in _ONE_DOCUMENT.split()
     context = DealtTokens(comm, way, shifted, causal, packed, _positions(model), routed)
     base = getattr(model.base_model, "decoder", model.base_model)  # which OPT's head calls
     base.register_forward_pre_hook(context.enter, with_kwargs=True, prepend=True)

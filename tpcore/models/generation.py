@@ -94,15 +94,19 @@ def _paged(manager: Any, heads: int) -> Any:
             return key_states, value_states
 
     model, kind = manager.model, type(manager.model).__name__
+    config, implementation = model.config.get_text_config(), str(model.config._attn_implementation)
+    capped = getattr(config, "attn_logit_softcapping", None) and "flash" not in implementation
     ids = torch.ones(1, 1, dtype=torch.int64, device=model.device)
     with torch.no_grad():
         model(input_ids=ids, position_ids=ids - 1, use_cache=False, cache=Cache())
-    size = _head_size(model.config.get_text_config())
-    if found == {(heads, size, size)}:
+    size = _head_size(config)
+    if found == {(heads, size, size)} and not capped:
         return manager
     if manager._original_attn_impl is not None:  # as manager.stop() does, of one that has started
         model.set_attn_implementation(manager._original_attn_impl)
     why = f"has heads with keys and values of sizes {sorted(sizes[1:] for sizes in found)}, and the cache one of {size}"
+    if capped:
+        why = f"has capped scores, which its attention {implementation!r} leaves out"
     if not found:
         why = "has attention of its own, which leaves keys and values out of the cache"
     raise ValueError(
@@ -174,13 +178,15 @@ def _check_alike(model: Any, comm: Comm, arguments: dict[Any, Any]) -> None:
     """ValueError for texts that the ranks of ``comm`` would not write together."""
     if comm.size == 1:
         return
-    configs = (model.generation_config, arguments.get("generation_config"))
+    configs = (model.generation_config, arguments.get("generation_config", arguments.get(1)))
     seconds = arguments.get("max_time") or next((s for c in configs if (s := getattr(c, "max_time", None))), None)
     if seconds:
         raise ValueError(
             f"generate with max_time={seconds} over {comm.size} ranks: each has a clock of its own, and would stop at "
             "another token; give max_new_tokens"
         )
+    if not comm.eager:  # where each length of a prompt would compile programs
+        return
     prompts = {"inputs" if name == 0 else str(name): t for name, t in arguments.items() if isinstance(t, Tensor)}
     compare_ranks(
         prompts, comm, "generate: ranks {} and {} of one text", "each rank of tp and pp passes the whole prompts"

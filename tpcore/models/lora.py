@@ -160,7 +160,13 @@ def name_linear(model: Any, config: Any) -> bool:
 
 
 def add_weighted_adapter(
-    tuner: Any, adapters: Any, weights: Any, adapter_name: str, combination_type: str = "svd", **options: Any
+    tuner: Any,
+    adapters: Any,
+    weights: Any,
+    adapter_name: str,
+    combination_type: str = "svd",
+    *rest: Any,
+    **options: Any,
 ) -> None:
     """peft's, for the combinations that take each entry by itself."""
     bases: list[Any] = [m.get_base_layer() for m in tuner.modules() if isinstance(m, ShardedLora)]
@@ -169,7 +175,7 @@ def add_weighted_adapter(
             f"add_weighted_adapter(combination_type={combination_type!r}) decomposes or prunes whole weights, of which "
             'each rank has a part: take "linear" or "cat", or combine the saved adapters on the whole model'
         )
-    type(tuner).add_weighted_adapter(tuner, adapters, weights, adapter_name, combination_type, **options)
+    type(tuner).add_weighted_adapter(tuner, adapters, weights, adapter_name, combination_type, *rest, **options)
 
 
 def take_part(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -78,17 +78,16 @@ def save_whole(
 ) -> None:
     """``model.save_pretrained`` of a cut model: the whole model, in transformers' own names and layout.
 
-    Tensors are gathered one by one, but for those of stages, which take twice the space on disk meanwhile. Rank 0
-    writes them, in files of at most ``max_shard_size``, with an index if there are several. A ``state_dict`` must be
-    whole already; transformers writes it. Collective over the world. Raises CheckpointError on every rank if a file
-    cannot be written.
+    Tensors are gathered one by one, but for those of stages, which are on disk twice meanwhile, beside the model that
+    was there. Rank 0 writes them, in files of at most ``max_shard_size``, with an index if there are several.
+    Collective over the world. Raises CheckpointError on every rank if a file cannot be written. A ``state_dict`` must
+    be whole already: transformers writes it, on rank 0, and the other ranks need not call.
     """
     ctx = current()
     if state_dict is not None:
-        with together(ctx):
-            if ctx.rank == 0:
-                options |= {"state_dict": state_dict, "max_shard_size": max_shard_size}
-                type(model).save_pretrained(model, save_directory, **options)
+        if ctx.rank == 0:  # no collective: scripts call this on the rank that has the whole
+            options |= {"state_dict": state_dict, "max_shard_size": max_shard_size}
+            type(model).save_pretrained(model, save_directory, **options)
         return
     if options:
         raise ValueError(f"save_pretrained of a cut model does not take {', '.join(sorted(options))}")

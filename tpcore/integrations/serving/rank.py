@@ -39,28 +39,23 @@ closes first does so while a request is on its way."""
 _POLL = 0.1
 _FULL = 16
 """Requests of the full length that the caches hold, where memory lets them."""
-_UNUSED = (
-    "bad_words_ids",
-    "begin_suppress_tokens",
-    "epsilon_cutoff",
-    "eta_cutoff",
-    "exponential_decay_length_penalty",
-    "forced_bos_token_id",
-    "forced_eos_token_id",
-    "guidance_scale",
-    "min_length",
-    "min_new_tokens",
-    "min_p",
-    "no_repeat_ngram_size",
-    "num_beams",
-    "penalty_alpha",
-    "repetition_penalty",
-    "sequence_bias",
-    "suppress_tokens",
-    "typical_p",
-    "watermarking_config",
-)
-"""Of a generation config: sampling has the temperature, top_k and top_p of each request."""
+_OFF_AT_0 = """
+diversity_penalty encoder_no_repeat_ngram_size epsilon_cutoff eta_cutoff min_length min_new_tokens no_repeat_ngram_size
+remove_invalid_values renormalize_logits
+"""
+_OFF_AT_1 = "encoder_repetition_penalty guidance_scale num_beams repetition_penalty typical_p"
+_OFF_AT_NONE = """
+bad_words_ids begin_suppress_tokens exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id min_p
+penalty_alpha sequence_bias suppress_tokens top_h watermarking_config
+"""
+
+
+def _unused(config: Any) -> str:
+    """What a generation ``config`` sets and no request gets: it has a temperature, top_k and top_p of its own."""
+    off: dict[str, Any] = dict.fromkeys(_OFF_AT_0.split(), 0) | dict.fromkeys(_OFF_AT_1.split(), 1)
+    off |= dict.fromkeys(_OFF_AT_NONE.split())
+    given = {name: value for name in off if (value := getattr(config, name, None)) is not None}
+    return ", ".join(f"{name}={value}" for name, value in given.items() if value != off[name])
 
 
 def engine_of(folder: str, dtype: str, length: int, requests: int, timeout: float) -> tuple[Any, Any, int]:
@@ -70,7 +65,7 @@ def engine_of(folder: str, dtype: str, length: int, requests: int, timeout: floa
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch_dtype)
     parallelize(model.eval())
     config = model.generation_config
-    unused = ", ".join(f"{n}={getattr(config, n)}" for n in _UNUSED if getattr(config, n, None) not in (None, 0, 1, []))
+    unused = _unused(config)
     if current().rank == 0 and unused:
         inform(f"{unused} of the generation config: not applied")
     text = model.config.get_text_config()

@@ -84,8 +84,9 @@ def load_model(model: nn.Module, where: str) -> None:
 
 def _has_adapters(model: Any, where: str) -> bool:
     """Whether ``where`` has files of an adapter of ``model``: one of another name than "default" has a folder."""
-    folders = ("", *getattr(model, "peft_config", ()))
-    return len(folders) > 1 and any(os.path.isfile(os.path.join(where, f, "adapter_config.json")) for f in folders)
+    if type(model).__module__.partition(".")[0] != "peft":
+        return False
+    return any(os.path.isfile(os.path.join(where, f, "adapter_config.json")) for f in ("", *model.peft_config))
 
 
 def save_in_parts(model: Any, where: str, *, in_background: bool = False) -> None:

@@ -76,8 +76,8 @@ class ParallelEmbedding(ParallelModule):
         dtype: of the table. None is torch's default.
         shard_across_embedding: each rank holds some columns of every row.
         pad: allow a size that tp does not divide.
-        sequence_dim: the dim of the ids along which the output's tokens are spread over the ranks. A table sharded
-            over pipeline stages too has tokens spread over its other axes.
+        sequence_dim: the dim of the output along which its tokens are spread over the ranks. A table sharded over
+            pipeline stages too has tokens spread over its other axes.
         group: as in ``ColumnParallelLinear``.
 
     IndexError on every rank for an id out of range, on backends that can read values. ValueError for
@@ -113,8 +113,6 @@ class ParallelEmbedding(ParallelModule):
             padding_idx %= num_embeddings
         self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
         self.max_norm, self.scale_grad_by_freq, self.sparse = max_norm, scale_grad_by_freq, sparse
-        if sequence_dim is not None and sequence_dim < 0:
-            sequence_dim -= 1  # of the output, which has one dim more than the ids
         self.shard_across_embedding, self.sequence_dim = shard_across_embedding, sequence_dim
         self.tokens = tokens_over(self, sequence_dim)
         if sparse and not self.tp.eager:

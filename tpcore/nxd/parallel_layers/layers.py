@@ -185,10 +185,6 @@ class ParallelEmbedding(PublishedAttributes, layers.ParallelEmbedding):
         if not collect_output and tokens is not None:
             why = "leaves the sum to the caller, and sequence parallelism is part of it"
             raise ValueError(f"collect_output=False {why}: leave out sequence_parallel_enabled")
-        if tokens == -1:
-            raise ValueError("ParallelEmbedding(sequence_dimension=-1): the output has its features along the last dim")
-        if tokens is not None and tokens < 0:
-            tokens += 1  # a dim of the output, which has one dim more than the ids
         options: Options = {"scale_grad_by_freq": scale_grad_by_freq, "sparse": sparse, "init_method": init_method}
         options |= {"shard_across_embedding": shard_across_embedding, "pad": pad, "dtype": dtype}
         options |= {"device": device or None, "group": tensor_model_parallel_group}

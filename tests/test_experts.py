@@ -98,6 +98,33 @@ def test_ranks_without_a_chosen_expert_have_gradients_of_zeros() -> None:
     assert sum(run_ranks(Mesh({"tp": 4}), rank)) > 0  # one token chooses two of four experts
 
 
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}], ids=["greedy", "beams"])
+@pytest.mark.parametrize("dispatch", ["gathered", "all_to_all"])
+def test_ranks_of_ep_end_their_texts_by_themselves(dispatch: str, options: dict[str, Any]) -> None:
+    """Each has prompts of its own, and computes its experts for the others until they are done."""
+    prompts = hf.text()["input_ids"][:2, :4]
+
+    def tokens(model: Any, row: int, eos: int | None) -> list[int]:
+        ids, mask = prompts[row, None], torch.ones(1, 4, dtype=torch.int64)
+        ends: dict[str, Any] = {"eos_token_id": eos, "pad_token_id": 0, "do_sample": False, "max_new_tokens": 6}
+        found: list[int] = model.eval().generate(ids, attention_mask=mask, **ends, **options)[0].tolist()
+        return found
+
+    def make() -> Any:
+        torch.manual_seed(0)
+        return mixtral()
+
+    unended = tokens(make(), 0, None)
+    eos = unended[5]
+    expected = [tokens(make(), row, eos) for row in range(2)]
+    assert len(expected[0]) < len(expected[1]) == len(unended)
+
+    def rank(ctx: tpcore.ParallelContext) -> list[int]:
+        return tokens(tpcore.parallelize(make(), dispatch=dispatch), ctx.coord("ep"), eos)
+
+    assert run_ranks(Mesh({"dp": 1, "ep": 2, "tp": 1}), rank) == expected
+
+
 @pytest.mark.parametrize("how", ["grouped_mm", "batched_mm"])
 def test_arguments_come_to_transformers_implementations_by_place(how: str) -> None:
     """GPT-OSS calls them by other names than the implementations that its configuration takes by default."""

@@ -95,33 +95,6 @@ def test_ranks_write_one_text_of_one_prompt(ctx: tpcore.ParallelContext) -> None
         model.generate(text()["input_ids"] + ctx.rank, max_new_tokens=3)
 
 
-@pytest.mark.parametrize("options", [{}, {"num_beams": 2}], ids=["greedy", "beams"])
-@pytest.mark.parametrize("dispatch", ["gathered", "all_to_all"])
-def test_ranks_of_ep_end_their_texts_by_themselves(dispatch: str, options: dict[str, Any]) -> None:
-    """Each has prompts of its own, and computes its experts for the others until they are done."""
-    prompts = text()["input_ids"][:2, :4]
-
-    def tokens(model: Any, row: int, eos: int | None) -> list[int]:
-        ids, mask = prompts[row, None], torch.ones(1, 4, dtype=torch.int64)
-        ends: dict[str, Any] = {"eos_token_id": eos, "pad_token_id": 0, "do_sample": False, "max_new_tokens": 6}
-        found: list[int] = model.eval().generate(ids, attention_mask=mask, **ends, **options)[0].tolist()
-        return found
-
-    def make() -> Any:
-        torch.manual_seed(0)
-        return mixtral()
-
-    unended = tokens(make(), 0, None)
-    eos = unended[5]
-    expected = [tokens(make(), row, eos) for row in range(2)]
-    assert len(expected[0]) < len(expected[1]) == len(unended)
-
-    def rank(ctx: tpcore.ParallelContext) -> list[int]:
-        return tokens(tpcore.parallelize(make(), dispatch=dispatch), ctx.coord("ep"), eos)
-
-    assert run_ranks(Mesh({"dp": 1, "ep": 2, "tp": 1}), rank) == expected
-
-
 def test_hidden_states_are_whole_where_asked_for() -> None:
     assert_equals_whole(
         llama,

@@ -25,12 +25,12 @@ _CONTEXT = "_tpcore_context"
 _FAMILIES = """
 afmoe albert apertus arcee aria_text axk1 beam bert biogpt camembert cohere cohere2 cohere2_moe cohere_compass_text
 cwm data2vec-text deepseek_v2 deepseek_v3 distilbert dots1 electra ernie ernie4_5 ernie4_5_moe esmc eurobert exaone4
-exaone_moe flex_olmo gemma gemma2 gemma3_text glm glm4 glm4_moe glm4_moe_lite gpt2 gpt_bigcode gpt_neox granite
-granitemoe granitemoeshared helium hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder
-jais2 kolibri1 laguna llama mellum minicpm3 minimax_m2 ministral ministral3 mistral mixtral modernbert
-modernbert-decoder nanochat nemotron olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3
-qwen3_moe roberta roberta-prelayernorm roc_bert seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma xlm-roberta
-xlm-roberta-xl youtu
+exaone_moe flex_olmo gemma gemma2 gemma3_text gemma4_text glm glm4 glm4_moe glm4_moe_lite gpt2 gpt_bigcode gpt_neox
+granite granitemoe granitemoeshared helium hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3
+iquestcoder jais2 kolibri1 laguna llama mellum minicpm3 minimax_m2 ministral ministral3 mistral mixtral modernbert
+modernbert-decoder nanochat nemotron neomme olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3
+qwen3_moe roberta roberta-prelayernorm roc_bert seed_oss smollm3 solar_open stablelm starcoder2 ultrabert vaultgemma
+xlm-roberta xlm-roberta-xl youtu
 """
 FAMILIES = frozenset(_FAMILIES.split())
 """Model types whose loss and gradients were compared with the whole model's."""

@@ -122,14 +122,12 @@ def _takes(model: nn.Module, argument: str) -> bool:
     return argument in inspect.signature(model.forward).parameters
 
 
-def longrope_length(rope: Any) -> int:
-    """Up to how many tokens longrope has its short factors; 0 for other positions. Layers of several kinds have a
-    dict of ``rope`` each."""
-    if not isinstance(rope, Mapping):
-        return 0
-    if rope.get("rope_type") == "longrope":
-        return int(rope.get("original_max_position_embeddings") or 0)
-    return max(map(longrope_length, rope.values()), default=0)
+def longrope_length(config: Any) -> int:
+    """Up to how many tokens longrope has its short factors; 0 for other positions."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = (rope, *(kind for kind in rope.values() if isinstance(kind, Mapping)))  # of layers of several kinds
+    lengths = [k.get("original_max_position_embeddings") or 0 for k in kinds if k.get("rope_type") == "longrope"]
+    return int(max(lengths, default=0))
 
 
 def _check_takes_cache(model: Any, max_length: int) -> None:
@@ -148,7 +146,7 @@ def _check_takes_cache(model: Any, max_length: int) -> None:
     ):
         limit = getattr(config, name, None)
         if name == "original_max_position_embeddings":  # of other ways to turn it says nothing about later positions
-            limit = longrope_length(getattr(config, "rope_parameters", None))
+            limit = longrope_length(config)
         if isinstance(limit, int) and 0 < limit < max_length:
             raise ValueError(f"max_length={max_length}: {kind} has {name}={limit} {meaning}; choose {limit}")
 

@@ -38,7 +38,7 @@ _ONE_DOCUMENT = """
 afmoe bert biogpt camembert data2vec-text electra ernie opt roberta roberta-prelayernorm roc_bert xlm-roberta
 xlm-roberta-xl
 """
-"""Of these, families whose attention is that of one document where positions begin again; encoders as decoders."""
+"""Causal models whose masks, in transformers, are made without positions: those that begin again begin no document."""
 _HEADS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM")
 _STATES = ("Mamba", "SSM", "Rwkv", "RWKV", "DeltaNet", "LinearAttention", "Recurrent", "ShortConv")
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "router_jitter_noise")

@@ -39,7 +39,7 @@ class DealtTokens:
     causal: bool
     """Whether all attention is."""
     packed: bool
-    """Whether positions that begin again begin another document: transformers says so."""
+    """Whether positions that begin again begin another document, as in most of transformers' causal models."""
     positions: Callable[[Tensor, Tensor | None], Tensor]
     """Of whole sequences, by their ids or embeddings and the mask of padding, where the caller gives none."""
     routed: bool = False

@@ -70,7 +70,7 @@ def engine_of(folder: str, dtype: str, length: int, requests: int, timeout: floa
         inform(f"{unused} of the generation config: not applied")
     text = model.config.get_text_config()
     # beyond it longrope turns keys by the longest of all requests, and a text would depend on the others
-    first = longrope_length(getattr(text, "rope_parameters", None))
+    first = longrope_length(text)
     if current().rank == 0 and 0 < first < length:
         inform(f"requests have at most {first} tokens, for which this model's longrope has its short factors")
     max_length = min(text.max_position_embeddings, length, first or length)

@@ -42,7 +42,15 @@ def inputs(kv: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return q, k, v, segments
 
 
-def whole(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, segments: Tensor | None) -> Tensor:
+def whole(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    window: int | None,
+    segments: Tensor | None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """By definition, key by key."""
     at = torch.arange(TOKENS)
     seen = torch.ones(2, 1, TOKENS, TOKENS, dtype=torch.bool)
@@ -54,7 +62,12 @@ def whole(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, seg
         seen &= segments[:, None, None]
     elif segments is not None:
         seen &= (segments[:, :, None] == segments[:, None, :])[:, None]
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=0.3, enable_gqa=True)
+    if sinks is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=0.3, enable_gqa=True)
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    scores = (q @ k.mT * 0.3).masked_fill(~seen, -torch.inf)
+    weights = torch.cat([scores, sinks[:, None, None].expand(2, -1, TOKENS, 1)], -1).softmax(-1)
+    return weights[..., :-1] @ v
 
 
 @pytest.mark.parametrize("cp", [1, 2, 4])
@@ -98,7 +111,25 @@ def test_runs_have_the_autocast_of_forward(
         torch.testing.assert_close(got, expected, rtol=limit, atol=limit)
 
 
-def equal_to_the_whole(way: str, mask: str, kv: int, cp: int) -> None:
+@pytest.mark.parametrize("cp", [1, 2, 4])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("way", ["gather", "ulysses", "ring"])
+def test_sinks_take_their_share_of_the_softmax(way: str, mask: str, cp: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head's score without a value, as in GPT-OSS; with few queries in a run of a mask, and in one of the ring."""
+    equal_to_the_whole(way, mask, 2, cp, sinks=True)
+    monkeypatch.setattr(context_parallel, "LARGEST_MASK", 20 * TOKENS)
+    monkeypatch.setattr(ring, "ROWS", 5)
+    equal_to_the_whole(way, mask, 1, cp, sinks=True)
+
+
+@each_rank(dp=1, cp=2)
+def test_sinks_and_a_softcap_are_refused(ctx: tpcore.ParallelContext) -> None:
+    q, k, v, _ = inputs(4)
+    with pytest.raises(ValueError, match=r"sinks and softcap=2.0: whether the cap holds for sinks"):
+        ContextParallelAttention(softcap=2.0)(q, k, v, sinks=torch.zeros(4))
+
+
+def equal_to_the_whole(way: str, mask: str, kv: int, cp: int, sinks: bool = False) -> None:
     options = {"window": None, "segments": False, "keys": False} | MASKS[mask]
     *qkv, segments = inputs(kv)
     segments = segments if options.pop("segments") else None
@@ -106,19 +137,23 @@ def equal_to_the_whole(way: str, mask: str, kv: int, cp: int) -> None:
         segments = torch.ones(2, TOKENS, dtype=torch.bool)
         segments[0, :9], segments[1, -5:] = False, False
     leaves = [t.requires_grad_() for t in qkv]
-    want = whole(*leaves, segments=segments, **options)
+    extra = {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0]).double().requires_grad_()} if sinks else {}
+    want = whole(*leaves, segments=segments, **options, **extra)
     assert mask != "padding" or not want[0, :, :9].any()
     weight = torch.randn(want.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    gradients = torch.autograd.grad((want * weight).sum(), leaves)
+    gradients = torch.autograd.grad((want * weight).sum(), [*leaves, *extra.values()])
 
     def rank(ctx: tpcore.ParallelContext) -> None:
         layer = ContextParallelAttention(way, scale=0.3, **options)
         mine = [layer.order.cut(t.detach(), 2).requires_grad_() for t in qkv]
-        out = layer(*mine, segments)
+        own = {name: t.detach().clone().requires_grad_() for name, t in extra.items()}
+        out = layer(*mine, segments, **own)
         (out * layer.order.cut(weight, 2)).sum().backward()
         torch.testing.assert_close(layer.order.whole(out, 2), want, rtol=EXACT, atol=EXACT)
-        for t, expected in zip(mine, gradients, strict=True):
+        for t, expected in zip(mine, gradients[:3], strict=True):
             torch.testing.assert_close(t.grad, layer.order.cut(expected, 2), rtol=EXACT, atol=EXACT)
+        for t, expected in zip(own.values(), gradients[3:], strict=True):  # of each rank's own queries
+            torch.testing.assert_close(ctx.comm("cp").all_reduce(t.grad), expected, rtol=EXACT, atol=EXACT)
 
     run_ranks(Mesh({"dp": 1, "cp": cp}), rank)
 

@@ -51,17 +51,23 @@ class _Masked:
         pairs = (self.masks if self.scoring.softcap is None else batch * heads) * len(self.keys)
         return count if count * pairs <= LARGEST_MASK else max(LARGEST_MASK // 4 // pairs, 1)
 
+    def mask(self, rows: slice, k: Tensor) -> Tensor | None:
+        mask, more = self.visible.mask(self.queries[rows], self.keys), k.shape[2] - len(self.keys)
+        if mask is None or more == 0:
+            return mask
+        return torch.cat([mask, mask.new_ones(*mask.shape[:3], more)], -1)  # all queries see the key of _with_sink
+
     def run(self, q: Tensor, k: Tensor, v: Tensor, rows: slice) -> Tensor:
         """Some of the queries, by a mask that is not kept. Of tensors without values one run stands for all, which
         would only take time."""
         if not q.is_meta:
             return self(q, k, v, rows)
         # the shape of all masks in the memory of one entry: a run's mask and scores are no part of what a step holds
-        mask = q.new_ones(1, dtype=torch.bool).expand(self.masks, 1, q.shape[2], len(self.keys))
+        mask = q.new_ones(1, dtype=torch.bool).expand(self.masks, 1, q.shape[2], k.shape[2])
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scoring.scale)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, rows: slice) -> Tensor:
-        mask, scoring = self.visible.mask(self.queries[rows], self.keys), self.scoring
+        mask, scoring = self.mask(rows, k), self.scoring
         if scoring.softcap is None:
             return F.scaled_dot_product_attention(q[:, :, rows], k, v, attn_mask=mask, scale=scoring.scale)
         scores = scoring(q[:, :, rows], k)  # under autocast of another dtype than q
@@ -96,11 +102,32 @@ class _InRuns(torch.autograd.Function):
         return *(total.to(t.dtype) for total, t in zip(gradients, saved, strict=True)), None
 
 
+_SINK = 8
+"""Features of a query that hold its head's sink, one number, so that kernels find their multiples of 8."""
+
+
+def _scored_sinks(q: Tensor, sinks: Tensor, scale: float) -> Tensor:
+    """Queries whose product with the key of ``_with_sink`` is the sink of their head."""
+    last = (sinks.to(q.dtype) / scale)[:, None, None].expand(*q.shape[:3], 1)
+    return torch.cat([q, F.pad(last, (0, _SINK - 1))], -1)
+
+
+def _with_sink(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys with one more, for queries of ``_scored_sinks``; its value is zero, and all values are as wide as before."""
+    k, v = (F.pad(t, (0, _SINK, 0, 1)) for t in (k, v))
+    at = torch.arange(k.shape[2], device=k.device) == k.shape[2] - 1
+    feature = torch.arange(k.shape[3], device=k.device) == k.shape[3] - _SINK
+    return k + (at[:, None] & feature), v
+
+
 def _attended(
     q: Tensor, k: Tensor, v: Tensor, visible: Visible, queries: Tensor, keys: Tensor, scoring: Scoring
 ) -> Tensor:
+    if q.shape[-1] > k.shape[-1]:
+        size, (k, v) = v.shape[-1], _with_sink(k, v)
+        return _attended(q, k, v, visible, queries, keys, scoring)[..., :size]
     k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
-    if visible.earlier_only and queries is keys and scoring.softcap is None:
+    if visible.earlier_only and queries is keys and scoring.softcap is None and k.shape[2] == len(keys):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scoring.scale)
     attend = _Masked(visible, queries, keys, scoring)
     if attend.rows(q) == q.shape[2]:
@@ -170,12 +197,15 @@ class ContextParallelAttention(nn.Module):
             context_parallel_group = current().comm(*current().mesh.present(("cp",)))
         self.order = TokenOrder(context_parallel_group, way == "ring" and causal)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None = None) -> Tensor:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None = None, *, sinks: Tensor | None = None
+    ) -> Tensor:
         """``q``: ``[batch, heads, tokens of this rank, head_dim]``; ``k``, ``v``: with as many heads or a divisor
         of them. ``segments``: ``[batch, tokens of the whole sequence]``, the same on every rank; queries see
-        keys of their own segment only; or in bool, which keys are seen at all. Returns a tensor like ``q``."""
+        keys of their own segment only; or in bool, which keys are seen at all. ``sinks``: ``[heads]``, for each
+        a score that takes its share of the softmax and has no value, as in GPT-OSS. Returns a tensor like ``q``."""
         visible = Visible(self.causal, self.window, segments)
-        return attention(self.way, q, k, v, visible, self.order, self.scale, self.softcap)
+        return attention(self.way, q, k, v, visible, self.order, self.scale, self.softcap, sinks)
 
     def extra_repr(self) -> str:
         return f"{self.way!r}, cp={self.order.comm.size}, causal={self.causal}, window={self.window}"
@@ -190,8 +220,14 @@ def attention(
     order: TokenOrder,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of this rank's queries to the keys of all ranks."""
-    function = {"gather": gathered, "ulysses": exchanged, "ring": ring_attention}[way]
     scoring = Scoring(q.shape[-1] ** -0.5 if scale is None else scale, softcap)
-    return function(q, k, v, visible, order, scoring)
+    if sinks is not None and softcap is not None:
+        raise ValueError(f"attention has sinks and softcap={softcap}: whether the cap holds for sinks is not known")
+    if way == "ring":
+        return ring_attention(q, k, v, visible, order, scoring, sinks)
+    if sinks is not None:
+        q = _scored_sinks(q, sinks, scoring.scale)
+    return (gathered if way == "gather" else exchanged)(q, k, v, visible, order, scoring)

@@ -144,13 +144,22 @@ def _around(comm: Comm) -> Callable[[Tensor, Tensor], Arrival]:
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, visible: Visible, order: TokenOrder, scoring: Scoring
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        visible: Visible,
+        order: TokenOrder,
+        scoring: Scoring,
     ) -> Tensor:
         send, length = _around(order.comm), q.shape[2] * order.comm.size
         q, k, v = (_dense(t) for t in (q, k, v))
         wide = torch.promote_types(q.dtype, torch.float32)  # of sums over many keys
         out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=wide)
         total = torch.full_like(q[..., 0], -torch.inf, dtype=wide)
+        if sinks is not None:
+            total = sinks.to(wide)[:, None].expand_as(total)
         query_places, keys, values = order.places(length), k, v
         served = _served(q, v, visible, order, scoring)
         for step, (source, blocks) in enumerate(steps(order), 1):
@@ -169,7 +178,7 @@ class _Ring(torch.autograd.Function):
                 out, total = (put(t, q_half, 2, m) for t, m in zip((out, total), merged, strict=True))
             keys, values = arrival() if arrival else (keys, values)
         total = total.masked_fill(total == -torch.inf, 0.0)  # of a query that sees no key: weights of 0, not nan
-        ctx.save_for_backward(q, k, v, out, total)
+        ctx.save_for_backward(q, k, v, sinks, out, total)
         ctx.arguments = visible, order, scoring
         return out.to(q.dtype)
 
@@ -177,7 +186,7 @@ class _Ring(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """A second ring: the gradients of keys and values follow them, and one step more brings them home."""
-        q, k, v, out, total = ctx.saved_tensors
+        q, k, v, sinks, out, total = ctx.saved_tensors
         visible, order, scoring = ctx.arguments
         send, length = _around(order.comm), q.shape[2] * order.comm.size
         wide, grad = out.dtype, _dense(grad.to(out.dtype))
@@ -209,10 +218,16 @@ class _Ring(torch.autograd.Function):
             home = send(dkv[0], dkv[1])
             keys, values = arrival() if arrival else (keys, values)
         dk, dv = cast(Arrival, home)()
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
+        dsinks = None
+        if sinks is not None:
+            shares = (sinks.to(wide)[:, None] - total).exp()
+            dsinks = -(shares * inner.squeeze(-1)).sum((0, 2)).to(sinks.dtype)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None, None
 
 
-def ring_attention(q: Tensor, k: Tensor, v: Tensor, visible: Visible, order: TokenOrder, scoring: Scoring) -> Tensor:
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, visible: Visible, order: TokenOrder, scoring: Scoring, sinks: Tensor | None = None
+) -> Tensor:
     """Attention in as many steps as there are ranks; memory for the tokens of one rank, forward and backward."""
-    output: Tensor = _Ring.apply(q, k, v, visible, order, scoring)
+    output: Tensor = _Ring.apply(q, k, v, sinks, visible, order, scoring)
     return output

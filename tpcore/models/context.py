@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,18 +25,19 @@ _CONTEXT = "_tpcore_context"
 
 _FAMILIES = """
 afmoe albert apertus arcee aria_text axk1 beam bert biogpt camembert cohere cohere2 cohere2_moe cohere_compass_text
-cwm data2vec-text deepseek_v2 deepseek_v3 distilbert dots1 electra ernie ernie4_5 ernie4_5_moe esmc eurobert exaone4
-exaone_moe flex_olmo gemma gemma2 gemma3_text gemma4_text glm glm4 glm4_moe glm4_moe_lite gpt2 gpt_bigcode gpt_neox
-granite granitemoe granitemoeshared helium hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3
-iquestcoder jais2 kolibri1 laguna llama mellum minicpm3 minimax_m2 ministral ministral3 mistral mixtral modernbert
-modernbert-decoder nanochat nemotron neomme olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3
-qwen3_moe roberta roberta-prelayernorm roc_bert seed_oss smollm3 solar_open stablelm starcoder2 ultrabert vaultgemma
-xlm-roberta xlm-roberta-xl youtu
+cwm data2vec-text deepseek_v2 deepseek_v3 distilbert dots1 electra ernie ernie4_5 ernie4_5_moe esm esmc eurobert
+exaone4 exaone_moe flex_olmo flint gemma gemma2 gemma3_text gemma3n_text gemma4_text gemma4_unified_text glm glm4
+glm4_moe glm4_moe_lite gpt2 gpt_bigcode gpt_neox gpt_oss granite granite_swa granitemoe granitemoe_swa
+granitemoeshared helium hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2
+kolibri1 laguna llama longcat_flash mellum mimo_v2_flash minicpm3 minimax_m2 ministral ministral3 mistral mixtral
+modernbert modernbert-decoder nanochat nemotron neomme olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe qwen2
+qwen2_moe qwen3 qwen3_moe roberta roberta-prelayernorm roc_bert seed_oss smollm3 solar_open stablelm starcoder2
+ultrabert vaultgemma xlm-roberta xlm-roberta-xl xmod youtu
 """
 FAMILIES = frozenset(_FAMILIES.split())
 """Model types whose loss and gradients were compared with the whole model's."""
 _ONE_DOCUMENT = """
-afmoe bert biogpt camembert data2vec-text electra ernie opt roberta roberta-prelayernorm roc_bert xlm-roberta
+afmoe bert biogpt camembert data2vec-text electra ernie gpt_oss opt roberta roberta-prelayernorm roc_bert xlm-roberta
 xlm-roberta-xl
 """
 """Causal models whose masks, in transformers, are made without positions: those that begin again begin no document."""
@@ -100,9 +102,9 @@ def _attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
     """transformers' attention interface, over the tokens of all ranks of cp."""
-    unknown = [n for n in ("s_aux", "position_bias") if options.get(n) is not None]
-    if options.get("dropout") or unknown:
-        feature = f"dropout={options['dropout']}" if options.get("dropout") else ", ".join(unknown)
+    biased = options.get("position_bias") is not None
+    if options.get("dropout") or biased:
+        feature = f"dropout={options['dropout']}" if options.get("dropout") else "position_bias"
         raise ValueError(f"context parallelism has no attention with {feature}, which {type(module).__name__} asks for")
     context: DealtTokens = getattr(module, _CONTEXT)
     segments = None if attention_mask is None else attention_mask[:, 0, 0]
@@ -110,7 +112,8 @@ def _attention(
     visible = Visible(causal, options.get("sliding_window"), segments)
     length = query.shape[2] * context.comm.size
     way, order = context.way(length), context.order(length)
-    out = attention(way, query, key, value, visible, order, options.get("scaling"), options.get("softcap"))
+    scores = options.get("scaling"), options.get("softcap"), options.get("s_aux")
+    out = attention(way, query, key, value, visible, order, *scores)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -119,7 +122,7 @@ def cut_context(model: Any, comm: Comm, way: Callable[[int], Way]) -> None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     shifted = not type(model).__name__.endswith("ForMaskedLM")
-    attentions = [m for m in model.modules() if "Attention" in type(m).__name__]
+    attentions = [m for m in model.modules() if re.search("Attention|MLA$", type(m).__name__)]
     causal = all(getattr(m, "is_causal", True) for m in attentions)
     routed = hasattr(model.config, "output_router_logits")
     packed = causal and model.config.model_type not in _ONE_DOCUMENT.split()
@@ -128,6 +131,9 @@ def cut_context(model: Any, comm: Comm, way: Callable[[int], Way]) -> None:
     base.register_forward_pre_hook(context.enter, with_kwargs=True, prepend=True)
     if routed:
         base.register_forward_hook(context.leave)
+    if model.config.model_type == "esm":  # which scales tokens by the share of their row that is masked
+        base.embeddings.register_forward_pre_hook(context.embed_whole, with_kwargs=True)
+        base.embeddings.register_forward_hook(context.embedded)
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attention)
     model.set_attn_implementation(ATTENTION)
     for module in attentions:
@@ -140,15 +146,19 @@ def cut_context(model: Any, comm: Comm, way: Callable[[int], Way]) -> None:
 
 
 def _positions(model: Any) -> Callable[[Tensor, Tensor | None], Tensor]:
-    """The numbers that ``model`` gives the tokens of whole sequences: RoBERTa's kin count the ids that are no padding,
-    OPT what its mask says."""
-    embeddings = getattr(model.base_model, "embeddings", None)
-    of_ids = getattr(embeddings, "create_position_ids_from_input_ids", None)
+    """The numbers that ``model`` gives the tokens of whole sequences: RoBERTa's kin and ESM with a table of positions
+    count the ids that are no padding, OPT what its mask says."""
+    embeddings, name = getattr(model.base_model, "embeddings", None), "create_position_ids_from_input_ids"
+    of_ids = getattr(embeddings, name, None)
+    if getattr(model.config, "position_embedding_type", None) == "absolute" and of_ids is None:
+        of_ids = getattr(inspect.getmodule(type(embeddings)), name, None)
 
     def positions(tokens: Tensor, mask: Tensor | None) -> Tensor:
         if embeddings is not None and of_ids is not None:
-            of = embeddings.create_position_ids_from_inputs_embeds if tokens.is_floating_point() else of_ids
-            numbers: Tensor = of(tokens, embeddings.padding_idx)
+            first = embeddings.padding_idx + 1
+            if tokens.is_floating_point():
+                return torch.arange(first, first + tokens.shape[1], device=tokens.device)[None]
+            numbers: Tensor = of_ids(tokens, embeddings.padding_idx)
             return numbers
         if model.config.model_type == "opt" and mask is not None:
             return (mask.cumsum(1) * mask - 1).long()

@@ -23,7 +23,7 @@ IGNORED = -100
 ATTENTION = "tpcore_context_parallel"
 """The name by which transformers knows attention over the tokens of all ranks."""
 _DOCUMENTS = "tpcore_documents"
-_SEQUENCES = ("input_ids", "inputs_embeds", "token_type_ids", "labels", "shift_labels")
+_SEQUENCES = ("input_ids", "inputs_embeds", "token_type_ids", "lang_ids", "labels", "shift_labels")
 _KNOWN = (*_SEQUENCES, "position_ids", "attention_mask", "num_items_in_batch")
 
 
@@ -84,6 +84,18 @@ class DealtTokens:
         if "use_cache" in inspect.signature(type(base).forward).parameters:
             kwargs["use_cache"] = False
         return (), {**kwargs, "attention_mask": mask if mask.numel() else None}
+
+    def embed_whole(self, embeddings: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A hook of embeddings that ask what the other tokens of a row are, as ESM's do: they get whole rows."""
+        order, mask = self.order(_tokens_of(kwargs).shape[1] * self.comm.size), kwargs["attention_mask"]
+        names = [n for n in ("input_ids", "inputs_embeds", "position_ids") if kwargs.get(n) is not None]
+        whole = {name: order.whole(kwargs[name]) for name in names}
+        padding = mask[:, 0, 0] if mask is not None and mask.dtype == torch.bool else None
+        return (), {**kwargs, **whole, "attention_mask": padding}
+
+    def embedded(self, embeddings: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        """The hook after ``embed_whole``: this rank's tokens of what they made."""
+        return self.order(output.shape[1]).cut(output)
 
     def leave(self, base: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """A hook: what routers say of all tokens, ``[batch * tokens, experts]``, whose loss is of means over them."""

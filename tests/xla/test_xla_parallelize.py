@@ -137,9 +137,17 @@ def llama(layers: int = 2) -> Any:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
 
 
+def with_sinks() -> Any:
+    """Its second layer with a window, too."""
+    torch.manual_seed(0)
+    config = transformers.GraniteSWAConfig(**SIZES, num_key_value_heads=2, sliding_window=3)
+    return transformers.GraniteSWAForCausalLM(config)
+
+
+@pytest.mark.parametrize("make", [llama, with_sinks])
 @pytest.mark.parametrize("way", WAYS)
-def test_trains_with_tokens_of_other_ranks(way: str) -> None:
-    on_replicas(2, 1, partial(train, make=llama, context_parallel=way), cp=2)
+def test_trains_with_tokens_of_other_ranks(way: str, make: Callable[[], Any]) -> None:
+    on_replicas(2, 1, partial(train, make=make, context_parallel=way), cp=2)
 
 
 def step(ctx: ParallelContext, way: str, layers: int, length: int = 64) -> Program:

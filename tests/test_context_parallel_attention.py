@@ -123,8 +123,13 @@ def test_sinks_take_their_share_of_the_softmax(way: str, mask: str, cp: int, mon
 
 
 @each_rank(dp=1, cp=2)
-def test_sinks_and_a_softcap_are_refused(ctx: tpcore.ParallelContext) -> None:
+def test_sinks_that_do_not_fit_are_refused(ctx: tpcore.ParallelContext) -> None:
     q, k, v, _ = inputs(4)
+    for way in ("gather", "ulysses", "ring"):
+        with pytest.raises(ValueError, match=r"sinks of shape \(1,\) beside 4 heads: pass one for each head"):
+            ContextParallelAttention(way)(q, k, v, sinks=torch.zeros(1))
+    with pytest.raises(RuntimeError):  # a query of other features has no sink for that
+        ContextParallelAttention()(F.pad(q, (0, 8)), k, v)
     with pytest.raises(ValueError, match=r"sinks and softcap=2.0: whether the cap holds for sinks"):
         ContextParallelAttention(softcap=2.0)(q, k, v, sinks=torch.zeros(4))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast, get_args
 
 import torch
@@ -123,17 +123,16 @@ def _with_sink(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 def _attended(
     q: Tensor, k: Tensor, v: Tensor, visible: Visible, queries: Tensor, keys: Tensor, scoring: Scoring
 ) -> Tensor:
-    if q.shape[-1] > k.shape[-1]:
-        size, (k, v) = v.shape[-1], _with_sink(k, v)
-        return _attended(q, k, v, visible, queries, keys, scoring)[..., :size]
+    size = v.shape[-1]
+    if scoring.sink:
+        k, v = _with_sink(k, v)
     k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
-    if visible.earlier_only and queries is keys and scoring.softcap is None and k.shape[2] == len(keys):
+    if visible.earlier_only and queries is keys and scoring.softcap is None and not scoring.sink:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scoring.scale)
     attend = _Masked(visible, queries, keys, scoring)
-    if attend.rows(q) == q.shape[2]:
-        return attend(q, k, v, slice(None))
-    output: Tensor = _InRuns.apply(q, k, v, attend)
-    return output
+    whole = attend.rows(q) == q.shape[2]
+    output: Tensor = attend(q, k, v, slice(None)) if whole else _InRuns.apply(q, k, v, attend)
+    return output[..., :size]
 
 
 def gathered(q: Tensor, k: Tensor, v: Tensor, visible: Visible, order: TokenOrder, scoring: Scoring) -> Tensor:
@@ -224,10 +223,12 @@ def attention(
 ) -> Tensor:
     """Attention of this rank's queries to the keys of all ranks."""
     scoring = Scoring(q.shape[-1] ** -0.5 if scale is None else scale, softcap)
+    if sinks is not None and sinks.shape != q.shape[1:2]:
+        raise ValueError(f"sinks of shape {tuple(sinks.shape)} beside {q.shape[1]} heads: pass one for each head")
     if sinks is not None and softcap is not None:
         raise ValueError(f"attention has sinks and softcap={softcap}: whether the cap holds for sinks is not known")
     if way == "ring":
         return ring_attention(q, k, v, visible, order, scoring, sinks)
     if sinks is not None:
-        q = _scored_sinks(q, sinks, scoring.scale)
+        q, scoring = _scored_sinks(q, sinks, scoring.scale), replace(scoring, sink=True)
     return (gathered if way == "gather" else exchanged)(q, k, v, visible, order, scoring)

@@ -97,10 +97,12 @@ def hidden(scores: Tensor, mask: Tensor | None, least: float = -torch.inf) -> Te
 
 @dataclass(frozen=True)
 class Scoring:
-    """How a query scores a key: their product times ``scale``, and with ``softcap`` never beyond it, as in Gemma 2."""
+    """How a query scores a key: their product times ``scale``, and with ``softcap`` never beyond it, as in Gemma 2.
+    ``sink``: queries have features more than keys, with the score of a key that has no token."""
 
     scale: float
     softcap: float | None = None
+    sink: bool = False
 
     def __call__(self, q: Tensor, k: Tensor) -> Tensor:
         scores = (q @ k.transpose(-1, -2)) * self.scale

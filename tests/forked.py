@@ -1,7 +1,7 @@
-"""Python programs in processes forked from a server that has imported torch already: a second less for each.
+"""Python programs in processes forked from a server that has imported torch already: seconds less for each.
 
 What a program sees is what it would see as a process of its own: arguments, directory, environment, import
-path, streams, the status that it ends with. It has torch in memory, and that is all it has.
+path, streams, the status that it ends with. It has the modules of ``PRELOAD`` in memory, and that is all it has.
 """
 
 from __future__ import annotations
@@ -14,10 +14,16 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from multiprocessing import forkserver, get_context
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-PRELOAD = ["torch", "pytest"]  # the second for the test modules that processes are started from
+PRELOAD = [
+    *("torch", "pytest", "hypothesis", "cloudpickle", "tpcore.trace", "tpcore_cpu_gloo.backend"),
+    *("torch._dynamo", "torch.export._trace"),  # optimizers and checked runs import the compiler: as long as torch
+    *("tpcore.integrations.transformers", "transformers.models.llama.modeling_llama"),  # twice as long
+]
+"""Installed modules: a path of the tests' own does not reach the server. What is not here is passed by."""
 PROGRAMS = {"tpcore": "tpcore", "torchrun": "torch.distributed.run"}
 """Console scripts and the modules that they run."""
 
@@ -25,21 +31,21 @@ PATIENCE = 500.0
 """Seconds for a program: against hangs alone. Beside other work, one of 60 s was seen to take 250."""
 
 
-def ready() -> None:
-    """Start the server, which stays until this process ends."""
-    get_context("forkserver").set_forkserver_preload(PRELOAD)
+def context() -> ForkServerContext:
+    """Makes processes that the one server forks. It stays until this process ends."""
+    methods = get_context("forkserver")
+    methods.set_forkserver_preload(PRELOAD)
     forkserver.ensure_running()
+    return methods
 
 
 def run(
     words: Sequence[str], cwd: Path, env: Mapping[str, str] | None = None, timeout: float = PATIENCE
 ) -> subprocess.CompletedProcess[str]:
     """``python FILE ...``, ``python -m MODULE ...``, ``tpcore ...`` or ``torchrun ...``, to its end."""
-    ready()
-    method = get_context("forkserver")
     with TemporaryDirectory() as folder:
         out, err = Path(folder) / "out", Path(folder) / "err"
-        process = method.Process(
+        process = context().Process(
             target=_program, args=(list(words), cwd, dict(os.environ if env is None else env), out, err)
         )
         process.start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import itertools
 import os
 import signal
@@ -10,12 +11,12 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import forked
 import torch
 
 from tpcore.backend.interface import Backend
@@ -35,8 +36,6 @@ from tpcore.processes.transfer import (
 )
 from tpcore.runtime.context import ParallelContext, use
 from tpcore.settings import changed, of_rank
-
-_PRELOAD = ["torch", "torch.distributed", "cloudpickle", "tpcore", "rank_pool"]
 
 
 class RankStuck(BackendError):
@@ -131,7 +130,7 @@ class RankPool:
         return Path(self._files.name)
 
     def _worker(self, number: int) -> _Worker:
-        return _Worker(self._folder / f"stacks{number}", self._class.__module__)
+        return _Worker(self._folder / f"stacks{number}")
 
     def _collect(self, world: int, deadline: float) -> list[Outcome]:
         outcomes: dict[int, Outcome] = {}
@@ -167,10 +166,8 @@ class _Job(NamedTuple):
 class _Worker:
     """The pool's side of one process."""
 
-    def __init__(self, stacks: Path, module: str) -> None:
-        # forkserver rather than spawn: forks of a single-threaded server with torch start a second sooner
-        methods = get_context("forkserver")
-        methods.set_forkserver_preload([*_PRELOAD, module])
+    def __init__(self, stacks: Path) -> None:
+        methods = forked.context()
         self.conn, theirs = methods.Pipe()
         lifeline, self._lifeline = methods.Pipe(duplex=False)
         self.reusable = True
@@ -209,6 +206,7 @@ class _Worker:
 def _serve(conn: Connection, lifeline: Connection, stacks: str) -> None:
     follow(lifeline.fileno())
     torch.set_num_threads(1)
+    gc.freeze()  # what the server has imported is no garbage
     process = _RankProcess()
     with open(stacks, "w") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)

@@ -27,7 +27,6 @@ import types
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -166,8 +165,7 @@ def answer(page: Connection, deadline: float) -> None:
 def play(page: Path, directory: Path) -> str | None:
     """What is wrong with the page, or None."""
     printed_to = directory / "printed"
-    method = get_context("forkserver")  # forks of a server that has imported torch: a second less a page
-    method.set_forkserver_preload(forked.PRELOAD)
+    method = forked.context()
     ours, theirs = method.Pipe()
     process = method.Process(target=_alone, args=(page, directory, printed_to, theirs), daemon=False)
     process.start()

@@ -8,7 +8,6 @@ import re
 import socket
 import time
 from dataclasses import astuple
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -201,8 +200,7 @@ def _rank(environment: dict[str, str], answers: Connection) -> None:
 
 
 def _started(port: int, rank: int, **more: str) -> tuple[Any, Connection]:
-    methods = get_context("forkserver")
-    methods.set_forkserver_preload(["torch", "tpcore"])
+    methods = forked.context()
     mine, theirs = methods.Pipe()
     job = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     process = methods.Process(target=_rank, args=(job | more, theirs), daemon=True)

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.processes
 
 @pytest.fixture(autouse=True)
 def no_process_is_left() -> Iterator[None]:
-    forked.ready()
+    forked.context()
     before = set(psutil.Process().children(recursive=True))
     yield
     left = set(psutil.Process().children(recursive=True)) - before

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +28,10 @@ class Machine:
         self._process: Any = None
 
     def start(self, program: Callable[..., None], args: tuple[Any, ...], env: Mapping[str, str]) -> None:
-        forked.ready()
         for rank in self.ranks:
             (self.home / f"ended{rank}").unlink(missing_ok=True)
         where = (self._network, self.host, self.home, self.ranks)
-        self._process = get_context("forkserver").Process(target=_machine, args=(*where, dict(env), program, args))
+        self._process = forked.context().Process(target=_machine, args=(*where, dict(env), program, args))
         self._process.start()
 
     # -- faults -------------------------------------------------------------------------------------------

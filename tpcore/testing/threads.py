@@ -6,8 +6,8 @@ import sys
 import threading
 import time
 import traceback
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
 from contextvars import copy_context
 from functools import partial
 from typing import Any, TypeVar
@@ -32,13 +32,16 @@ _Box = dict[int, tuple[Any, Any]]
 
 
 class RankThreads:
-    """Ranks that take turns. The lock is a baton: a rank has it while it runs Python and passes it on only where it
-    waits for others, with the state of the process. So a run is deterministic, and a deadlock is found at once."""
+    """Ranks that take turns. A rank runs until it waits for others, and hands its turn, with the state of the process,
+    to the rank that can run the longest. So a run is deterministic, and a deadlock is found at once."""
 
     def __init__(self, size: int) -> None:
         self.size = size
-        # not reentrant: a thread of autograd, which waits in place of its rank's, can pass it on too
-        self._baton = threading.Condition(threading.Lock())
+        # held until it is the rank's turn; a thread of autograd may wait in place of its rank's
+        self._turns = [threading.Lock() for _ in range(size)]
+        for turn in self._turns:
+            turn.acquire()
+        self._ready = deque(range(size))
         self.waiting: dict[int, Any] = {}
         self.ended: dict[int, Outcome] = {}
         self.met: Counter[tuple[tuple[int, ...], int]] = Counter()
@@ -62,16 +65,18 @@ class RankThreads:
         box[rank] = at, mine
         if len(box) == len(members):
             del self._boxes[meeting]
-            for member in members:  # they may not be awake yet, but they wait for no rank any more
-                self.waiting.pop(member, None)
-            self._moved()
+            self._wake([member for member in members if self.waiting.pop(member, None) is not None])
         else:
             self._wait(members, rank, at, box)
         return [box[member] for member in members]
 
-    def _moved(self) -> None:
+    def _wake(self, ranks: Iterable[int]) -> None:
         self._moved_at = time.monotonic()
-        self._baton.notify_all()
+        self._ready.extend(rank for rank in ranks if rank not in self._ready)
+
+    def _hand_over(self) -> None:
+        if self._ready:
+            self._turns[self._ready.popleft()].release()
 
     def _wait(self, members: tuple[int, ...], rank: int, at: Any, box: _Box) -> None:
         restore = self.saved()
@@ -79,7 +84,8 @@ class RankThreads:
         try:
             while len(box) < len(members):
                 self._raise_if_hopeless(rank, at, [r for r in members if r not in box])
-                self._baton.wait()
+                self._hand_over()
+                self._turns[rank].acquire()
         finally:
             self.waiting.pop(rank, None)
             self._running = rank
@@ -97,8 +103,7 @@ class RankThreads:
         left = [r for r in missing if r in self.ended]
         if left:
             raise PeerLostError(f"rank {left[0]} has finished, but rank {rank} waits for it at {at}")
-        if len(self.waiting) + len(self.ended) == self.size:
-            self._baton.notify_all()
+        if not self._ready:
             raise BackendError(f"deadlock: every rank waits for another\n{self._report()}")
 
     def _report(self) -> str:
@@ -121,12 +126,13 @@ class RankThreads:
         restore = self.saved()
 
         def one(rank: int) -> None:
-            with self._baton:
+            with self._turns[rank]:
                 self._running = rank
                 restore()
                 self.ended[rank] = outcome_of(partial(fn, rank))
-                self._moved()
+                self._wake(self.waiting)  # to see whether they wait in vain
                 self._ends.release()
+                self._hand_over()
 
         self._moved_at = time.monotonic()
         for rank in range(self.size):
@@ -134,6 +140,7 @@ class RankThreads:
             self._threads.append(threading.Thread(target=run, args=(one, rank), name=name, daemon=True))
         for thread in self._threads:
             thread.start()
+        self._hand_over()
         self._await_ends(timeout)
         restore()
         return [self.ended.get(r, Outcome(error=CollectiveTimeoutError(self._late))) for r in range(self.size)]

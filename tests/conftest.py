@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, settings
 from rank_pool import RankPool
 from selection import XLA, Selection
 
+from tpcore.settings import CHECK, changed
 from tpcore.testing import run_ranks
 
 torch.set_num_threads(1)
@@ -68,6 +69,13 @@ def pool() -> Iterator[RankPool]:
     """Four processes over gloo: ``pool.run(Mesh({"tp": 2}), fn, *args)``."""
     with RankPool(4, grace=120) as ranks:  # beside other work, a rank was seen to import for a minute
         yield ranks
+
+
+@pytest.fixture(scope="module")
+def default_checks() -> Iterator[None]:
+    """Interpreters that are started check what a user's do: those of checked runs import the compiler first."""
+    with changed({CHECK.name: CHECK.default}):
+        yield
 
 
 @pytest.fixture

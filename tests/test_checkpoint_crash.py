@@ -9,6 +9,7 @@ import fcntl
 import os
 import shutil
 import zlib
+from itertools import cycle, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -73,8 +74,11 @@ class Steps:
         return stopping
 
 
-@pytest.mark.parametrize("error", [OSError, Killed])
-@pytest.mark.parametrize("case", ["first", "exchange", "no exchange", "first beside logs", "beside logs"])
+CASES = ["first", "exchange", "no exchange", "first beside logs", "beside logs"]
+ONCE = zip(cycle([Killed, OSError]), CASES, strict=False)
+
+
+@pytest.mark.parametrize(("error", "case"), tiers(ONCE, slow=product([OSError, Killed], CASES)))
 def test_every_step(error: type[BaseException], case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a first save, and of later ones where two names can be swapped in one step and where they cannot,
     and into a directory that holds other files, which stay."""

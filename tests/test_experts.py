@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from itertools import pairwise, product
+from itertools import cycle, pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -180,8 +180,10 @@ def of_the_whole(examples: int) -> list[float]:
     return hf.plain_steps(whole, optimizer_of(whole, zero1=False), batches(examples))
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("zero1", [True, False])
+ONCE = zip(cycle([True, False]), MESHES, strict=False)
+
+
+@pytest.mark.parametrize(("zero1", "mesh"), tiers(ONCE, slow=product([True, False], MESHES)))
 def test_twenty_clipped_steps(zero1: bool, mesh: str) -> None:
     """Losses and the norms of all gradients; AdamW itself would not see a gradient of another scale."""
     axes, options = MESHES[mesh]

@@ -67,7 +67,11 @@ def served(folder: Path) -> Iterator[TensorParallelModel]:
         yield model
 
 
-pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("generate_served")]
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.xdist_group("generate_served"),
+    pytest.mark.usefixtures("default_checks"),
+]
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from tpcore.c10d.supervision.rendezvous import host_store
 from tpcore.processes import launch as launching
 from tpcore.processes.transfer import RankTraceback, pack_call
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("default_checks")]
 
 
 @pytest.fixture(autouse=True)

@@ -90,7 +90,7 @@ class TestGloo(Sampled):
 
     @staticmethod
     def quick(test: str, params: Mapping[str, Any]) -> bool:
-        return test in ("test_values", "test_large", "test_groups", "test_odd_values", "test_started")
+        return test in ("test_values", "test_groups", "test_odd_values", "test_started")
 
     @classmethod
     def drill(cls, test: str, params: Mapping[str, Any]) -> bool:
@@ -116,7 +116,7 @@ class TestCuda(Sampled):
 
     @staticmethod
     def quick(test: str, params: Mapping[str, Any]) -> bool:
-        some = ("test_joined", "test_values", "test_layers", "test_random_streams")
+        some = ("test_joined", "test_layers", "test_random_streams")
         return test in some and TestShared.quick(test, params)
 
     @classmethod
@@ -124,5 +124,5 @@ class TestCuda(Sampled):
         """TestGloo moves the same bytes by the same calls; what is waited for, and when, is this backend's own."""
         if cls.quick(test, params):
             return False
-        kept = ("memory", "again", "modes", "large", "overlap", "started", "mixed", "many", "training", "pipeline")
+        kept = ("values", "memory", "again", "modes", "large", "overlap", "started", "mixed", "many", "training", "pipeline")
         return test.removeprefix("test_") not in (*kept, "traces", "declaration") or super().drill(test, params)

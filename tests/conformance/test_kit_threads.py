@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -25,6 +25,12 @@ from tpcore.testing.threads import ThreadTransport
 class TestThreads(Conformance):
     worlds = (2, 3, 4)
     starts = False  # threads of one process
+
+    @staticmethod
+    def quick(test: str, params: Mapping[str, Any]) -> bool:
+        """All on two ranks; values, groups and layers on three and four too."""
+        many = any(mesh.size > 2 for mesh in params.values() if isinstance(mesh, Mesh))
+        return not many or test in ("test_values", "test_groups", "test_layers")
 
     def backend_class(self) -> type[ThreadBackend]:
         return ThreadBackend

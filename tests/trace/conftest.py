@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from models import DYNAMIC, Encoder, batch
 
+from tpcore.settings import CHECK, changed
 from tpcore.trace import TensorParallelModel, parallel_model_load, parallel_model_save, parallel_model_trace
 
 
@@ -18,19 +19,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if {"artifact", "served"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.xdist_group("serving"))
             item.add_marker(pytest.mark.processes)
+            item.add_marker(pytest.mark.usefixtures("default_checks"))
 
 
 @pytest.fixture(scope="session")
 def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An Encoder at tp=2, as parallel_model_trace and parallel_model_save make it."""
     folder = tmp_path_factory.mktemp("traced") / "encoder"
-    model = parallel_model_trace(
-        lambda: Encoder(True),
-        batch(1, 8),
-        tp_degree=2,
-        backend="cpu_gloo",
-        dynamic_shapes={"ids": DYNAMIC, "mask": DYNAMIC},
-    )
+    with changed({CHECK.name: CHECK.default}):
+        model = parallel_model_trace(
+            lambda: Encoder(True),
+            batch(1, 8),
+            tp_degree=2,
+            backend="cpu_gloo",
+            dynamic_shapes={"ids": DYNAMIC, "mask": DYNAMIC},
+        )
     parallel_model_save(model, folder)
     model.close()
     return folder

@@ -25,6 +25,7 @@ from tpcore.backend.registry import backend_class
 from tpcore.errors import BackendError, PeerLostError
 from tpcore.processes.transfer import RankTraceback
 
+pytestmark = pytest.mark.usefixtures("default_checks")
 trace = neuronx_distributed.trace
 
 SCRIPT = """

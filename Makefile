@@ -2,6 +2,8 @@
 # second environment as well, .venv-xla, for torch_xla runs with a torch of its own.
 PYTHON ?= python3
 PIP_ARGS ?=
+# what hundreds of processes import is compiled once, by the first of them
+unexport PYTHONDONTWRITEBYTECODE
 PYTEST_ARGS ?= -n 2 --dist loadgroup
 DEMO ?= examples/demo.py
 BENCH ?= benchmarks
@@ -48,8 +50,6 @@ demo-lora: venv  ## teach Gemma 3 270M new facts with LoRA at tp=2, merge the ad
 test: venv  ## every law and error once, and the style: 11 to 15 minutes on 2 cores, installation included
 	$(BIN)/ruff check --quiet .
 	$(BIN)/ruff format --check --quiet .
-	@# where PYTHONDONTWRITEBYTECODE is set, each of hundreds of processes would compile tpcore again
-	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m compileall -q -j 0 tpcore backends benchmarks examples tests
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not slow and not drill"
 
 test-all:  ## what make test leaves out: full products, mutants, hosts, XLA replicas, the oldest transformers, types, pages
@@ -136,8 +136,6 @@ $(DEPENDENCIES):
 	@test "$$($(BIN)/python -c '$(ASK)' 2> /dev/null)" = "$(VERSION)" \
 	    && $(BIN)/python -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --no-compile --disable-pip-version-check $(PIP_ARGS) --requirement $(LOCK)
-	@# on all cores, where pip compiles on one; files of other Python versions among them do not compile
-	@-env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m compileall -q -j 0 $(VENV)/lib > /dev/null
 	@rm -f $(VENV)/.lock-* && touch $@
 
 venv-xla: $(XLA_PROJECT)  ## the environment with torch_xla: about 4 minutes the first time, seconds in the next clone

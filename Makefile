@@ -37,7 +37,7 @@ help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 	@echo "  PYTHON=python3.12 chooses the interpreter; PIP_ARGS=... is passed to pip, for example an index"
 
-demo: venv  ## pretrain a small BERT at tp=1 and tp=2, compare the loss curves, serve it (78 seconds on 2 cores)
+demo: venv  ## pretrain a small BERT at tp=1 and tp=2, compare the loss curves, serve it (2 minutes on 2 cores)
 	$(BIN)/python $(DEMO)
 
 demo-llama: venv  ## train a small Llama in one process and on a mesh, compare the losses, consolidate it, serve it

@@ -19,7 +19,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if {"artifact", "served"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.xdist_group("serving"))
             item.add_marker(pytest.mark.processes)
-            item.add_marker(pytest.mark.usefixtures("default_checks"))
 
 
 @pytest.fixture(scope="session")

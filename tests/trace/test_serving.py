@@ -33,6 +33,7 @@ from tpcore.trace import TensorParallelModel, parallel_model_load, parallel_mode
 from tpcore.trace.artifact import opened
 from tpcore.trace.serve.model import Turn
 
+pytestmark = pytest.mark.usefixtures("default_checks")
 NESTED = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
 EXACT = 1e-12  # float64: another order of summation and nothing else
 

@@ -61,6 +61,8 @@ def run(
 def _program(words: list[str], cwd: Path, env: dict[str, str], out: Path, err: Path) -> None:
     os.environ.clear()
     os.environ.update(env)
+    if "pytest" in words:  # plugins of its own are among what has been imported
+        os.environ["PYTEST_ADDOPTS"] = "-W ignore::pytest.PytestAssertRewriteWarning"
     os.chdir(cwd)
     sys.exit(status(partial(_run, words), out, err))
 

@@ -33,7 +33,7 @@ _Box = dict[int, tuple[Any, Any]]
 
 class RankThreads:
     """Ranks that take turns. A rank runs until it waits for others, and hands its turn, with the state of the process,
-    to the rank that can run the longest. So a run is deterministic, and a deadlock is found at once."""
+    to the rank that has been ready the longest. So a run is deterministic, and a deadlock is found at once."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -65,7 +65,10 @@ class RankThreads:
         box[rank] = at, mine
         if len(box) == len(members):
             del self._boxes[meeting]
-            self._wake([member for member in members if self.waiting.pop(member, None) is not None])
+            woken = [member for member in members if member in self.waiting]  # others may have ended
+            for member in woken:
+                del self.waiting[member]
+            self._wake(woken)
         else:
             self._wait(members, rank, at, box)
         return [box[member] for member in members]
@@ -80,9 +83,9 @@ class RankThreads:
 
     def _wait(self, members: tuple[int, ...], rank: int, at: Any, box: _Box) -> None:
         restore = self.saved()
-        self.waiting[rank] = at
         try:
             while len(box) < len(members):
+                self.waiting[rank] = at
                 self._raise_if_hopeless(rank, at, [r for r in members if r not in box])
                 self._hand_over()
                 self._turns[rank].acquire()

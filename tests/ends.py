@@ -141,7 +141,7 @@ def ends_at(ctx: ParallelContext, how: str, step: str, folder: str) -> tuple[str
 def _go_on_when_all_know(rank: int, others: int, pid: int, folder: Path) -> None:
     (folder / f"knows{rank}").touch()
     while rank == 0 and len(list(folder.glob("knows*"))) < others:
-        torch.ones(64, 64) @ torch.ones(64, 64)
+        time.sleep(0.01)
     if rank == 0:
         os.kill(pid, signal.SIGCONT)
 
@@ -152,6 +152,6 @@ def waits_in_a_chain(ctx: ParallelContext, known: str) -> str:
     comm = ctx.comm("tp" if ctx.rank in (0, 2) else "dp")
     text = said(PeerLostError, lambda: comm.all_reduce(torch.ones(1)))
     while ctx.rank and not Path(known).exists():
-        torch.ones(64, 64) @ torch.ones(64, 64)
+        time.sleep(0.01)
     Path(known).touch()
     return text

@@ -90,6 +90,7 @@ def test_an_error_comes_on_all_ranks(
     assert run_ranks(MESH, lambda ctx: load(tmp_path / "c")) == [{"n": 1}] * 4
 
 
+@pytest.mark.usefixtures("default_checks")
 def test_an_error_shows_at_exit(tmp_path: Path) -> None:
     """Also, a program that ends at once still has its checkpoint."""
     program = """if True:

@@ -23,7 +23,6 @@ import tpcore
 from tpcore.cli.app import app
 from tpcore.layers.sharding import sharding
 from tpcore.layout.mesh import Mesh
-from tpcore.models.transformers import REFUSED
 from tpcore.models.whole import whole as unsharded
 from tpcore.testing import run_ranks
 
@@ -498,7 +497,7 @@ def train(model: Any, optimizer: Any, steps: range = STEPS) -> list[float]:
     return seen
 
 
-@pytest.mark.parametrize(("how", "recompute"), [("before", False), ("after", True)])
+@pytest.mark.parametrize(("how", "recompute"), tiers([("after", True)], [("before", False)]))
 def test_training_and_its_checkpoint_on_another_mesh(how: str, recompute: bool, tmp_path: Path) -> None:
     """At tp=2 x dp=2, then at tp=4, as in one process."""
     options = {"lora_dropout": 0.0, "use_rslora": True}
@@ -534,9 +533,10 @@ MESHES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "ep 2 x cp 2": ({"dp": 1, "ep": 2, "cp": 2, "tp": 1}, {}),
     "ep 2 x cp 2 x tp 2": ({"dp": 1, "ep": 2, "cp": 2, "tp": 2}, {"dispatch": "all_to_all"}),
 }
-MESHED = [("llama", "dp 2 x tp 2"), ("mixtral", "pp 2"), ("llama", "cp 2 x tp 2"), ("mixtral", "ep 2 x tp 2")]
-MESHED += [("mixtral", "ep 2 x cp 2"), ("mixtral", "ep 2 x cp 2 x tp 2")]
+MESHED = [("llama", "dp 2 x tp 2"), ("llama", "cp 2 x tp 2")]
+MESHED += [("mixtral", mesh) for mesh in ("pp 2", "ep 2 x tp 2", "ep 2 x cp 2 x tp 2")]
 SLOW = [("gpt2", "tp 4"), ("bert", "dp 2 x tp 2"), ("qwen2", "cp 2 x tp 2"), ("llama", "pp 2 x tp 2")]
+SLOW += [("mixtral", "ep 2 x cp 2")]
 
 
 @pytest.mark.parametrize(("name", "mesh"), tiers(MESHED, slow=SLOW))
@@ -574,9 +574,9 @@ def test_adapters_come_before_stages(ctx: tpcore.ParallelContext) -> None:
         get_peft_model(model, config())
 
 
-WORK = [name for name in families.families() if name not in REFUSED]
 KINDS = ["bert", "deepseek_v3", "gemma3_text", "gpt_neox", "mixtral", "phi3", "qwen3_moe", "t5", "vit", "whisper"]
 OLDER = {"falcon", "gpt2", "openai-gpt"}  # whose layers are of classes of their own
+OTHERS = sorted(families.on_the_page("Work").keys() - OLDER)
 
 
 def _of_family(name: str) -> Any:
@@ -596,7 +596,7 @@ def _of_family(name: str) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore")  # of peft, on targets that a kind of model lacks
-@pytest.mark.parametrize("name", tiers(["minicpm3", "olmo2"], slow=KINDS, drill=sorted({*WORK} - OLDER)))
+@pytest.mark.parametrize("name", tiers(["minicpm3", "olmo2"], slow=KINDS, drill=OTHERS))
 def test_families(name: str) -> None:
     """Adapters of every linear layer: loss, output and the adapters' gradients. Experts' are refused."""
     kind: Any = families.class_of(name)

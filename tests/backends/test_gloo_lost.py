@@ -166,7 +166,7 @@ def _stopped(ctx: ParallelContext, folder: str) -> None:
         Path(folder, str(ctx.rank)).touch()
         if ctx.rank == 0:  # not before all have their error: the next call of rank 3 is one that they made
             while len(os.listdir(folder)) < 3:
-                torch.ones(64, 64) @ torch.ones(64, 64)
+                time.sleep(0.01)
             os.kill(pids[3], signal.SIGCONT)
 
 
@@ -189,7 +189,7 @@ def _absent(ctx: ParallelContext, release: str, made: bool = True, several: bool
         ctx.comm("tp")
     if ctx.rank == 1:
         while not Path(release).exists():
-            torch.ones(64, 64) @ torch.ones(64, 64)
+            time.sleep(0.01)
         return
     try:
         comm = ctx.comm("tp")

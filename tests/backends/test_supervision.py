@@ -115,6 +115,7 @@ dist.all_reduce(torch.ones(2))  # past tpcore: torch's excepthook prints the err
 
 
 @pytest.mark.processes
+@pytest.mark.usefixtures("default_checks")
 def test_a_line_that_names_the_lost_rank_has_no_prefix_of_torchs(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(UNHANDLED)
     printed = forked.run(["torchrun", "--standalone", "--nproc_per_node=2", "train.py"], tmp_path).stderr

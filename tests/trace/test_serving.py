@@ -23,6 +23,7 @@ import forked
 import pytest
 import torch
 from models import VOCABULARY, Encoder, batch, differences, error_of
+from tiers import tiers
 
 import tpcore
 from tpcore.errors import BackendError, CheckpointError, PeerLostError
@@ -169,7 +170,7 @@ def test_weights_are_replaced(artifact: Path, tmp_path: Path) -> None:
         assert error_of(model, 2, 8, 5) < EXACT
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", tiers([1], [0]))
 def test_a_killed_process_is_told_and_ends_the_others(artifact: Path, rank: int) -> None:
     model = parallel_model_load(artifact)
     numbers = pids(model)

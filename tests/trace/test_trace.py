@@ -13,6 +13,7 @@ import torch
 from models import DYNAMIC, VOCABULARY, Encoder, batch, error_of, run_ranks_of, traced_in
 from pipelines import CutModel, batch_of, cut, ends_of
 from rank_pool import RankPool
+from tiers import tiers
 from torch import Tensor, nn
 
 import tpcore
@@ -296,7 +297,7 @@ def _loaded(folder: Path, piped: bool) -> nn.Module:
     return Logits(model)
 
 
-@pytest.mark.parametrize("piped", [False, True])
+@pytest.mark.parametrize("piped", tiers([True], [False]))
 def test_a_checkpoint_of_stages_is_traced_and_served_at_any_tp(pool: RankPool, tmp_path: Path, piped: bool) -> None:
     """The vocabulary is cut over pp x tp, as in training, and batches are of any size."""
     want, *_ = run_ranks(Mesh({"pp": 2, "dp": 1, "tp": 2}), lambda ctx: _trained(ctx, tmp_path / "c"))

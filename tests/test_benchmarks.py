@@ -18,7 +18,7 @@ from tiers import tiers
 from tpcore.diagnose.plan.machine import Machine, find
 
 ROOT = Path(__file__).parent.parent
-pytestmark = [pytest.mark.slow, pytest.mark.processes]
+pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.usefixtures("default_checks")]
 
 
 def _run(module: str, *options: str) -> str:
@@ -106,6 +106,7 @@ def test_pipeline() -> None:
     assert many < 1.05 * few  # its memory does not grow with the microbatches
 
 
+@pytest.mark.drill  # twelve programs, one after the other
 def test_cuda_session_where_no_gpu_is(tmp_path: Path) -> None:
     """Every stage but Liger's runs on CPUs, and the curves agree."""
     out = tmp_path / "session.json"

@@ -14,6 +14,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import demo
 import demo_llama
 
+pytestmark = pytest.mark.usefixtures("default_checks")
+
 
 def run(tp, offset=0.0, steps=20):
     record = {"nsp_loss": 0.7, "grad_norm": 1.0, "lr": 1e-3, "sequences_per_second": 100.0}

@@ -24,6 +24,7 @@ import bert_inference
 from bert_model import bert_config, build_bert
 from bert_tokens import MASK, cached_tokenizer
 
+pytestmark = pytest.mark.usefixtures("default_checks")
 EXAMPLES = Path(bert_fill.__file__).parent
 
 

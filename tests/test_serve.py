@@ -34,6 +34,7 @@ from tpcore.cli.app import app
 
 WORDS, NEW = 60, 8
 LONG = 400
+pytestmark = pytest.mark.usefixtures("default_checks")
 SERVED = [pytest.mark.processes, pytest.mark.slow, pytest.mark.xdist_group("serve")]
 CLIENTS = 4
 PATIENCE = 240  # seconds for new ranks, on a machine that does much else

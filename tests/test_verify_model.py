@@ -117,6 +117,7 @@ def test_a_folder_without_a_model_starts_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.processes
+@pytest.mark.usefixtures("default_checks")
 def test_the_command(tmp_path: Path) -> None:
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     tail = ["--model", folder_of("mixtral", tmp_path), "--backend", "cpu_gloo", "--expert-parallel"]

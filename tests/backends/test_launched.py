@@ -12,7 +12,10 @@ import pytest
 import torch
 from installed import installed
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("launched"), pytest.mark.processes]
+pytestmark = [
+    *(pytest.mark.slow, pytest.mark.xdist_group("launched"), pytest.mark.processes),
+    pytest.mark.usefixtures("default_checks"),
+]
 
 PLUGIN = """
 import torch

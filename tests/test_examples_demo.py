@@ -9,12 +9,12 @@ from pathlib import Path
 import forked
 import pytest
 
+from tpcore.settings import CHECK
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 import demo
 import demo_llama
-
-pytestmark = pytest.mark.usefixtures("default_checks")
 
 
 def run(tp, offset=0.0, steps=20):
@@ -77,7 +77,7 @@ def test_losses_of_the_llama_that_disagree(losses, match, tmp_path):
 @pytest.mark.processes
 def test_the_llama_demo_is_trained_consolidated_and_served(tmp_path):
     words = ["python", demo_llama.__file__, "--steps", "2", "--output_dir", str(tmp_path / "out")]
-    done = forked.run(words, tmp_path, os.environ | {"COLUMNS": "200"})
+    done = forked.run(words, tmp_path, os.environ | {"COLUMNS": "200", CHECK.name: CHECK.default})
     assert done.returncode == 0, done.stdout + done.stderr
     answers = [line.partition(": [")[2] for line in done.stdout.splitlines() if ": [" in line]
     assert len(answers) == 3

@@ -180,7 +180,7 @@ def of_the_whole(examples: int) -> list[float]:
     return hf.plain_steps(whole, optimizer_of(whole, zero1=False), batches(examples))
 
 
-ONCE = zip(cycle([True, False]), [*MESHES][::2], strict=False)
+ONCE = zip(cycle([True, False]), [*MESHES][::2], strict=False)  # each pair of axes, and one exchange
 
 
 @pytest.mark.parametrize(("zero1", "mesh"), tiers(ONCE, slow=product([True, False], MESHES)))

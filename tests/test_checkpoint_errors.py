@@ -95,6 +95,8 @@ def test_missing_extra_and_misshapen(tmp_path: Path, mesh: Mesh) -> None:
         assert "'a.weight'" in message
         assert "the model nothing" in message
         assert str(path) in message
+    for message in refuses(path, lambda: nn.ModuleDict({"_orig_mod": Net()}), mesh):  # as torch.compile wraps it
+        assert "(names differ by torch.compile's '_orig_mod.': save and load the module that it has there):" in message
 
 
 def test_one_rank_alone_does_not_fit(tmp_path: Path) -> None:

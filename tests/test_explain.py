@@ -585,3 +585,12 @@ def test_names_of_layers_and_sizes() -> None:
     calls = tpcore.explain(FACTORIES["net"], tp=2).program(0).collectives
     assert sum(times for _, _, times in kinds(calls)) == len(calls)
     assert "blocks.*.down" in {module for _, module, _ in kinds(calls)}
+
+
+@pytest.mark.parametrize("sizes", [{"hidden_size": -64}, {"num_attention_heads": 0}, {"vocab_size": "many"}])
+def test_a_configuration_of_which_no_model_is_made(tmp_path: Path, sizes: dict[str, Any]) -> None:
+    """One sentence for what ends in errors of many kinds in the code that makes the model."""
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"], **sizes}))
+    with torch.device("meta"), pytest.raises(ValueError, match=r"config.json has sizes of which no model is made: \S"):
+        target.build(str(file), 1, 8)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -387,6 +389,10 @@ Zero1(optim.SGD, [p], lr=1.0, master_dtype=torch.int64)
     master_dtype must be
 Zero1(optim.SGD, [p], lr=-1.0)
     learning rate
+copy.deepcopy(Zero1(optim.SGD, [p], lr=1.0))
+    neither copied nor pickled: .* load optimizer.state_dict\(\) into it
+pickle.dumps(Zero1(optim.SGD, [p], lr=1.0))
+    neither copied nor pickled
 optimizer_step(optim.SGD([p], lr=1.0), max_norm=-1)
     max_norm
 """)
@@ -395,7 +401,8 @@ optimizer_step(optim.SGD([p], lr=1.0), max_norm=-1)
 @pytest.mark.parametrize("call", ERRORS)
 @each_rank(dp=2, tp=1)
 def test_what_is_refused(ctx: ParallelContext, call: str) -> None:
-    names = {"ctx": ctx, "p": nn.Parameter(torch.ones(4, 4)), "elsewhere": elsewhere, "Mixes": Mixes}
+    names: dict[str, Any] = {"copy": copy, "pickle": pickle}
+    names |= {"ctx": ctx, "p": nn.Parameter(torch.ones(4, 4)), "elsewhere": elsewhere, "Mixes": Mixes}
     with pytest.raises(ValueError, match=f"(?is){ERRORS[call]}"):
         eval(call, {**vars(tpcore), "torch": torch, "optim": torch.optim, **names})
 

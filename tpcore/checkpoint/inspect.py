@@ -103,9 +103,16 @@ def _values(name: str, a: Stored, b: Stored) -> Iterator[Difference]:
 
 def _furthest(x: torch.Tensor, y: torch.Tensor, absolute: float, relative: float) -> tuple[float, float]:
     wide = torch.complex128 if x.is_complex() or y.is_complex() else torch.float64
+    same = x == y  # before they are rounded: float64 has no 2^53 + 1
+    exact = None
+    if x.dtype == y.dtype and x.dtype in (torch.int64, torch.uint64):
+        exact = (x.view(torch.int64) - y.view(torch.int64)).abs()
     x, y = x.to(wide), y.to(wide)
-    same = (x == y) | (x.isnan() & y.isnan())
-    gap = (x - y).abs().masked_fill(same, 0.0).nan_to_num(nan=math.inf, posinf=math.inf)
+    same |= x.isnan() & y.isnan()
+    gap = (x - y).abs()
+    if exact is not None:  # of near numbers; that of numbers far apart does not fit into 64 bits
+        gap = torch.where(gap < 2**53, exact.to(wide), gap)
+    gap = gap.masked_fill(same, 0.0).nan_to_num(nan=math.inf, posinf=math.inf)
     size = torch.maximum(x.abs(), y.abs()).nan_to_num(nan=1.0, posinf=math.inf)
     ratio = (gap / size).masked_fill(same, 0.0).nan_to_num(nan=math.inf)
     return max(absolute, float(gap.max())), max(relative, float(ratio.max()))

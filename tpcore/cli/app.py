@@ -6,6 +6,7 @@ import typer
 
 from ..settings import __version__
 from .checkpoint import checkpoint
+from .console import echo
 from .doctor import backends, compile_ahead, doctor
 from .explain import explain_step
 from .migrate import migrate
@@ -23,7 +24,7 @@ app = typer.Typer(
 
 def _version(show: bool) -> None:
     if show:
-        typer.echo(f"tpcore {__version__}")
+        echo(f"tpcore {__version__}")
         raise typer.Exit
 
 

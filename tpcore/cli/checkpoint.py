@@ -17,7 +17,7 @@ from rich.progress import Progress as Bar
 
 from ..checkpoint.storage.files import Progress
 from ..errors import CheckpointError
-from .console import bytes_of, table_of, tell
+from .console import bytes_of, echo, table_of, tell
 
 checkpoint = typer.Typer(
     help="Examine, check, combine and reshard checkpoints. DIR is of any form that can be read.",
@@ -103,7 +103,7 @@ def reshard(
     padded = [row.name for row in inspect_checkpoint(out).rows if row.padded and row.name not in before]
     if padded and not as_json:
         more = f" and {len(padded) - 3} more" if len(padded) > 3 else ""
-        typer.echo(
+        echo(
             f"warning: tp={tp} does not divide {', '.join(padded[:3])}{more}: only layers with pad=True fit that",
             err=True,
         )
@@ -189,11 +189,11 @@ def _reporting(quiet: bool) -> Iterator[Progress]:
     bar = Bar(*columns, TimeRemainingColumn(), console=console, transient=True, disable=not visible)
     try:
         with bar, warnings.catch_warnings():
-            warnings.showwarning = lambda message, *_, **__: typer.echo(f"warning: {message}", err=True)
+            warnings.showwarning = lambda message, *_, **__: echo(f"warning: {message}", err=True)
             task = bar.add_task("done", total=None)
             yield Progress(lambda done, total: bar.update(task, completed=done, total=total))
     except (CheckpointError, ValueError, OSError) as e:
-        typer.echo(f"error: {e}", err=True)
+        echo(f"error: {e}", err=True)
         raise typer.Exit(2) from e
 
 

@@ -15,9 +15,24 @@ from rich.table import Table
 _WIDE = 1000
 
 
+def printable(text: str, keep: str = "") -> str:
+    """``text`` with all other characters escaped: names in files may have sequences that a terminal obeys."""
+    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
+
+
+def echo(text: object, *, err: bool = False) -> None:
+    """Print a text, of one line or several."""
+    typer.echo(printable(str(text), "\n\t"), err=err)
+
+
+class _Printable(Table):
+    def add_row(self, *cells: Any, **options: Any) -> None:
+        super().add_row(*(printable(c) if isinstance(c, str) else c for c in cells), **options)
+
+
 def table_of(*titles: str, right: Collection[str] = ()) -> Table:
     """An empty table; columns in ``right`` have their text at the right."""
-    table = Table(box=None, pad_edge=False)
+    table = _Printable(box=None, pad_edge=False)
     for title in titles:
         table.add_column(title, overflow="fold", justify="right" if title in right else "left")
     return table
@@ -33,7 +48,7 @@ def show(*parts: str | Table) -> None:
         if isinstance(part, Table):
             console.print(part)
         else:
-            typer.echo(part)
+            echo(part)
 
 
 def tell(document: Any, as_json: bool, *parts: str | Table) -> None:

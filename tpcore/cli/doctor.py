@@ -17,7 +17,7 @@ from .. import settings
 from ..backend import registry
 from ..errors import BackendError
 from ..runtime.init import default_backend
-from .console import table_of, tell
+from .console import echo, table_of, tell
 
 Section = dict[str, str]
 
@@ -136,7 +136,7 @@ def compile_ahead(
     try:
         programs = registry.backend_class(backend).compile_ahead(command, nprocs)
     except BackendError as e:
-        typer.echo(f"tpcore compile: {e}", err=True)
+        echo(f"tpcore compile: {e}", err=True)
         raise typer.Exit(1) from e
     numbers = "runs", "operations"
     table = table_of("program", *numbers, "parameters", "collectives", "at", right=numbers)

@@ -14,7 +14,7 @@ from rich.text import Text
 from ..diagnose.explain import Collective, Explanation, Program, StageCost, explain
 from ..diagnose.summary import kinds, pattern, replicated, save_picture, size, sizes
 from ..errors import extra
-from .console import dtype_of, numbers_of, table_of, tell
+from .console import dtype_of, echo, numbers_of, table_of, tell
 
 
 def explain_step(
@@ -61,12 +61,12 @@ def explain_step(
     except Exception as e:  # what the model raises too: there is no step to show
         where = "".join(f" ({note})" for note in getattr(e, "__notes__", []))
         kind = "" if isinstance(e, ValueError | ImportError) else f"{type(e).__name__}: "
-        typer.echo(f"tpcore explain: {kind}{e}{where}", err=True)
+        echo(f"tpcore explain: {kind}{e}{where}", err=True)
         raise typer.Exit(2) from e
     tell(explanation.to_json(), as_json, *_parts(explanation))
     problems = [problem for problem in (*explanation.mistakes, explanation.disagreement) if problem is not None]
     for problem in problems:
-        typer.echo(f"\n{problem}", err=True)
+        echo(f"\n{problem}", err=True)
     raise typer.Exit(1 if problems else 0)
 
 

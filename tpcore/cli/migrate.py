@@ -9,6 +9,7 @@ from pathlib import Path
 import typer
 
 from ..nxd.migrate.script import Script
+from .console import echo
 
 
 def migrate(
@@ -36,7 +37,7 @@ def migrate(
             text = data.decode(encoding)
             script = Script(text, str(file))
         except (SyntaxError, UnicodeDecodeError) as e:
-            typer.echo(f"{file}: not read, {type(e).__name__}: {e}", err=True)
+            echo(f"{file}: not read, {type(e).__name__}: {e}", err=True)
             continue
         if not script.findings:
             continue
@@ -44,17 +45,17 @@ def migrate(
         stays += script.stays
         for finding in script.findings:
             gone += finding.new is None
-            typer.echo(f"{file}:{finding.line}: {finding.old} -> {finding.new or 'nothing here'}")
+            echo(f"{file}:{finding.line}: {finding.old} -> {finding.new or 'nothing here'}")
             if finding.note:
-                typer.echo(f"    {finding.note}")
+                echo(f"    {finding.note}")
         new = script.rewritten()
         if new != text:
             changed += 1
             if write:
                 file.write_bytes(new.encode(encoding))
     done = "rewritten" if write else "to rewrite with --write"
-    typer.echo(f"{files} files with findings, imports of {changed} {done}, {gone} names without counterpart")
+    echo(f"{files} files with findings, imports of {changed} {done}, {gone} names without counterpart")
     if stays:
-        typer.echo(f"{stays} imports of other libraries stay: change them by hand")
+        echo(f"{stays} imports of other libraries stay: change them by hand")
     if gone or stays:
         raise typer.Exit(1)

@@ -13,7 +13,7 @@ from ..diagnose.plan.machine import PUBLISHED
 from ..diagnose.plan.simulate import JobModel, forecast
 from ..diagnose.summary import save_pictures, size
 from ..errors import extra
-from .console import bytes_of, dtype_of, numbers_of, show, table_of, tell
+from .console import bytes_of, dtype_of, echo, numbers_of, show, table_of, tell
 
 if TYPE_CHECKING:  # a model's rooms take long to import
     from ..diagnose.plan.machine import Machine
@@ -73,7 +73,7 @@ def plan_mesh(
             with extra("plot", "--plot"):
                 save_pictures(rows, plot, title=title, limit=plans.limits.memory, curves={plans.model: plans.curve})
     except (ValueError, ImportError) as e:
-        typer.echo(f"tpcore plan: {e}", err=True)
+        echo(f"tpcore plan: {e}", err=True)
         raise typer.Exit(2) from e
     tell(plans.to_json(), as_json, *_parts(plans, title))
     raise typer.Exit(0 if plans.rows else 1)

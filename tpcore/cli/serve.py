@@ -17,6 +17,7 @@ import typer
 from ..c10d.supervision.rendezvous import host_store
 from ..errors import described, extra
 from ..processes.launch import Processes, serving_environment
+from .console import echo
 
 _RANK = "tpcore.integrations.serving.rank"
 _GRACE = 4.0  # seconds for the first rank to answer open requests after another one was lost
@@ -73,9 +74,9 @@ def _rounds(options: dict[str, Any], listener: socket.socket, ended: list[int]) 
         if ended:
             return 0
         if not (served or before):
-            typer.echo(f"tpcore serve: {lost} before it could serve", err=True)
+            echo(f"tpcore serve: {lost} before it could serve", err=True)
             return 1
-        typer.echo(f"tpcore serve: {lost}; after {time.monotonic() - started:.0f} s, the ranks start again", err=True)
+        echo(f"tpcore serve: {lost}; after {time.monotonic() - started:.0f} s, the ranks start again", err=True)
         before = served
 
 
@@ -92,7 +93,7 @@ def _round(options: dict[str, Any], listener: socket.socket, ended: list[int], u
             with suppress(BlockingIOError):
                 if os.read(ready, 1):
                     served = True
-                    typer.echo(f"tpcore serve: {options['name']} at {url}, tp={tp}")
+                    echo(f"tpcore serve: {options['name']} at {url}, tp={tp}")
             time.sleep(_POLL)
         exits = [(rank, p.returncode) for rank, p in enumerate(processes.all) if p.poll() is not None]
         if ended:

@@ -12,7 +12,7 @@ from ..backend.registry import load_backend
 from ..errors import BackendError
 from ..processes.launch import launch
 from ..runtime.init import choose_backend
-from .console import show, table_of
+from .console import echo, show, table_of
 
 if TYPE_CHECKING:
     from ..testing.verify.model import ModelVerdict
@@ -46,12 +46,12 @@ def verify(
     try:
         load_backend(choose_backend(backend))
     except BackendError as e:  # here once, before each rank says it
-        typer.echo(f"tpcore verify: {e}", err=True)
+        echo(f"tpcore verify: {e}", err=True)
         raise typer.Exit(2) from e
     launched, first = settings.WORLD_SIZE.is_set, not settings.WORLD_SIZE.is_set or settings.RANK.get() == 0
     if model is not None:
         if not (model / "config.json").is_file():
-            typer.echo(f"tpcore verify: {model} has no config.json", err=True)
+            echo(f"tpcore verify: {model} has no config.json", err=True)
             raise typer.Exit(2)
         options = {"sequence_parallel": sequence_parallel, "expert_parallel": expert_parallel, "dispatch": dispatch}
         args = (backend, tp, str(model), options, ep)
@@ -61,7 +61,7 @@ def verify(
         _show(report)
         path = save or Path(f"tpcore-verify-{report.backend}-tp{tp}.json")
         path.write_text(report.to_json())
-        typer.echo(f"saved as {path}")
+        echo(f"saved as {path}")
     raise typer.Exit(1 if report.wrong else 0)
 
 
@@ -69,9 +69,9 @@ def _tell(verdict: ModelVerdict, first: bool) -> NoReturn:
     if first:
         show(*verdict.lines)
         if verdict.refused is not None:
-            typer.echo(f"tpcore verify: {verdict.refused}", err=True)
+            echo(f"tpcore verify: {verdict.refused}", err=True)
         if verdict.wrong is not None:
-            typer.echo(f"WRONG: {verdict.wrong}")
+            echo(f"WRONG: {verdict.wrong}")
     raise typer.Exit(2 if verdict.refused is not None else 1 if verdict.wrong is not None else 0)
 
 

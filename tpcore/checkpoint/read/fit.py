@@ -16,6 +16,8 @@ from ...runtime.context import ParallelContext
 from ..storage.files import listed
 from ..stored import ReadPlan, Stored, layout_of
 
+_COMPILED = "_orig_mod."
+"""What torch.compile puts before the names of the module that it compiles."""
 _EXTRA_STATE = "_extra_state"  # torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
 
 
@@ -57,7 +59,10 @@ class Fit:
             elif isinstance(saved[name], Stored) and not extra_state:
                 wrong.append(f"{name!r}: the checkpoint has {_shape(saved[name])}, the model {_shape(t)}")
         if wrong or (strict and absent):
-            raise CheckpointError(listed(f"{where} does not fit the model", wrong + absent if strict else wrong))
+            compiled = {n.replace(_COMPILED, "") for n in missing} & {n.replace(_COMPILED, "") for n in extra}
+            remedy = f" (names differ by torch.compile's {_COMPILED!r}: save and load the module that it has there)"
+            what = f"{where} does not fit the model{remedy if compiled else ''}"
+            raise CheckpointError(listed(what, wrong + absent if strict else wrong))
         if absent:
             self._notes.append(listed(f"{where} does not fit the model everywhere, and strict=False", absent))
         for name in both:

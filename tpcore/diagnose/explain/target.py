@@ -101,6 +101,22 @@ def _hugging_face(target: str, batch_size: int, seq_len: int) -> tuple[nn.Module
         raise ValueError(
             f"{target!r} would need transformers, which is not installed: pip install 'tpcore[hf]'; or else {_FORMS}"
         ) from e
+    try:
+        model = _made(transformers, target)
+    except ValueError:
+        raise
+    except Exception as e:  # sizes that cannot be end in errors of many kinds in its code
+        why = str(e).strip().splitlines()
+        raise ValueError(f"{target} has sizes of which no model is made: {why[-1].strip() if why else e!r}") from e
+    # transformers reads values to decide if it needs a mask, and makes none for an implementation of another name
+    sdpa = importlib.import_module("transformers.integrations.sdpa_attention")
+    transformers.AttentionInterface.register("tpcore_recorded", sdpa.sdpa_attention_forward)
+    model.set_attn_implementation("tpcore_recorded")
+    return model, hugging_face_inputs(model, batch_size, seq_len)
+
+
+def _made(transformers: Any, target: str) -> Any:
+    """The model of a configuration's file or folder, or of a class's name."""
     path = Path(target)
     if path.exists():
         config = _read_config(transformers, path / "config.json" if path.is_dir() else path)
@@ -114,12 +130,7 @@ def _hugging_face(target: str, batch_size: int, seq_len: int) -> tuple[nn.Module
     if hasattr(config, "use_cache"):
         config.use_cache = False  # the cache is for generation; in a training step it only costs memory
     config._experts_implementation = "batched_mm"  # of static shapes: the others read which experts are chosen
-    model = transformers.AutoModel.from_config(config) if cls is None else cls(config)
-    # transformers reads values to decide if it needs a mask, and makes none for an implementation of another name
-    sdpa = importlib.import_module("transformers.integrations.sdpa_attention")
-    transformers.AttentionInterface.register("tpcore_recorded", sdpa.sdpa_attention_forward)
-    model.set_attn_implementation("tpcore_recorded")
-    return model, hugging_face_inputs(model, batch_size, seq_len)
+    return transformers.AutoModel.from_config(config) if cls is None else cls(config)
 
 
 def _read_config(transformers: Any, path: Path) -> Any:

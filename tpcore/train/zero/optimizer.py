@@ -84,6 +84,13 @@ class Zero1(torch.optim.Optimizer):
         super().add_param_group(param_group)
         self._gradients.watch(params)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ValueError(
+            "a Zero1 is neither copied nor pickled: its chunks are of these parameters and its collectives of this "
+            "job. Make another of the copy's parameters and load optimizer.state_dict() into it, or save it by "
+            "tpcore.checkpoint.save"
+        )
+
     @property
     def _parameters(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]

@@ -110,7 +110,9 @@ def write(
     [
         ((1, [3]), 3.0, False, [(1, 1), (1, 2), (1, 4)]),
         ((2, [2, 1]), 3.0, False, [(1, 1), (1, 2), (1, 4), (3, 1)]),
-        ((2, [3]), 0.0, False, [(1, 1), (1, 2)]),  # q, k and v one after the other
+        # of both kv heads: q, k and v one after the other before version 1, by head from 2 on
+        ((1, [3]), 0.0, False, [(1, 1), (1, 2)]),
+        ((1, [3]), 2.0, False, [(1, 2)]),
         ((2, [2, 1]), 3.0, True, [(1, 2)]),
     ],
 )

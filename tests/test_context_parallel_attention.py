@@ -35,8 +35,8 @@ MASKS: dict[str, dict[str, Any]] = {
 
 
 def inputs(kv: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    made = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(2, h, TOKENS, 6, dtype=torch.float64, generator=made) for h in (4, kv, kv))
+    made, heads = torch.Generator().manual_seed(0), 6 if kv == 3 else 4
+    q, k, v = (torch.randn(2, h, TOKENS, 6, dtype=torch.float64, generator=made) for h in (heads, kv, kv))
     segments = torch.zeros(2, TOKENS, dtype=torch.int64)
     segments[0, 5:], segments[0, 18:], segments[1, 11:] = 1, 2, 1
     return q, k, v, segments
@@ -79,6 +79,11 @@ def test_equals_attention_over_the_whole_sequence(
 ) -> None:
     monkeypatch.setattr(ring, "ROWS", 5)  # several runs of queries in a block, the last one shorter
     equal_to_the_whole(way, mask, kv, cp)
+
+
+@pytest.mark.parametrize("way", ["gather", "ulysses", "ring"])
+def test_key_heads_that_ranks_do_not_divide(way: str) -> None:
+    equal_to_the_whole(way, "causal", 3, 2)
 
 
 @pytest.mark.parametrize("mask", MASKS)

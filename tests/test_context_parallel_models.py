@@ -75,11 +75,12 @@ def plain() -> dict[str, Tensor]:
 
 
 def packed() -> dict[str, Any]:
-    """Documents of 5, 8 and 3 tokens, and of 9 and 7; with a cache transformers would take them for one."""
-    lengths = ((5, 8, 3), (9, 7))
+    """Documents of 5, 8 and 3 tokens, and of 9 and 7, whose positions go on after a leap; with a cache transformers
+    would take them for one."""
+    rows = ((range(5), range(8), range(3)), (range(9), range(12, 19)))
     return {
         **plain(),
-        "position_ids": torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths]),
+        "position_ids": torch.tensor([list(itertools.chain(*documents)) for documents in rows]),
         "use_cache": False,
     }
 
@@ -542,3 +543,19 @@ def test_gradients_of_logits_that_a_loop_scores_itself() -> None:
         return (loss.detach(),)
 
     assert_equals_whole(llama, (CP2,), {"input_ids": plain()["input_ids"]}, run, EXACT, made)
+
+
+@pytest.mark.parametrize("mesh", [CP2, CP2_TP2], ids=["cp2", "cp2 tp2"])
+def test_logits_that_a_loop_gives_to_the_models_loss(mesh: dict[str, int]) -> None:
+    """With shift_labels alone, as where a loop has shifted them: each rank scores the logits of its own tokens."""
+    batch = plain()
+    batch["shift_labels"] = F.pad(batch.pop("labels"), (0, 1), value=-100)[:, 1:].contiguous()
+
+    def run(model: Any, batch: dict[str, Any]) -> tuple[Tensor]:
+        mine = tpcore.shard_sequence(batch, model)
+        logits, labels = model.train()(**mine).logits, mine["shift_labels"]
+        loss = model.loss_function(logits=logits, labels=labels, shift_labels=labels, vocab_size=99)
+        loss.backward()
+        return (loss.detach(),)
+
+    assert_equals_whole(llama, (mesh,), batch, run, EXACT, made, context_parallel="ring")

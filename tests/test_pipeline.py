@@ -337,8 +337,9 @@ def test_arguments_of_every_microbatch(ctx: ParallelContext) -> None:
             return mix @ x
 
     x, mix = torch.randn(4, 4, 2), torch.randn(4, 4)
-    with pytest.raises(ValueError, match=r"get mix of shape \(4, 4\).*shared=\['mix'\]"):
-        tpcore.PipelinedLayers([Mixed(), Mixed()], 2)(x, mix)
+    for other in (x, torch.randn(4, 2, 4), torch.randn(4, 2, 2, 4)):  # in whichever dim the size comes again
+        with pytest.raises(ValueError, match=r"get mix of shape \(4, 4\).*shared=\['mix'\]"):
+            tpcore.PipelinedLayers([Mixed(), Mixed()], 2)(other, mix)
     layers = tpcore.PipelinedLayers([Mixed(), Mixed()], 2, shared=["mix"])
     torch.testing.assert_close(layers(x, mix), mix @ (mix @ x))
 

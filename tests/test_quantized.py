@@ -152,6 +152,20 @@ def test_products_in_narrow_dtypes(dtype: torch.dtype, rows: int, size: int) -> 
     torch.testing.assert_close(got.double(), want, rtol=0, atol=4 * torch.finfo(dtype).eps * float(want.abs().max()))
 
 
+def test_products_have_the_dtype_of_autocast() -> None:
+    """As torch's linear has it: a block whose input is float32 makes what it makes of bfloat16."""
+    x = torch.randn(2, 3, 32, generator=torch.Generator().manual_seed(1))
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        block = tpcore.parallelize(made().float(), quantize=INT8).model.layers[0].mlp
+        with torch.autocast("cpu", torch.bfloat16):
+            got = block(x)
+        assert got.dtype is torch.bfloat16
+        assert torch.equal(got, block(x.bfloat16()))
+
+    run_ranks(TWO, rank)
+
+
 def test_backward_keeps_no_wide_weight() -> None:
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):

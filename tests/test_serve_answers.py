@@ -282,3 +282,14 @@ def test_options_of_the_other_endpoint_are_named(run: Run) -> None:
         (400, "completions have no option max_completion_tokens, tools"),
         (400, "chat completions have no option echo"),
     ]
+
+
+def test_a_prompt_leaves_room_for_one_token_or_more(run: Run) -> None:
+    """Of the 64 tokens of prompt and answer."""
+
+    async def ask(client: openai.AsyncOpenAI, _: Script) -> Answer:
+        with pytest.raises(openai.BadRequestError, match="prompt has 64 tokens, and prompt and answer may have 64"):
+            await whole(client, " ".join(["w4"] * 64))
+        return await whole(client, " ".join(["w4"] * 63))
+
+    assert run(ask) == ("f1", "", [], "length", 1)

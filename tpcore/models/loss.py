@@ -35,7 +35,7 @@ class VocabularyLoss:
         **options: Any,
     ) -> Tensor:
         vocab = self._head.out_features
-        if self._head.gather_output:
+        if self._head.gather_output and logits.shape[-1] == vocab:  # not what a forward with shift_labels alone left
             vocab = vocab if vocab_size is None else vocab_size
             return self._whole(logits, labels, vocab, num_items_in_batch, **options)
         ignored, smoothing = options.get("ignore_index", -100), options.get("label_smoothing", 0.0)

@@ -137,6 +137,8 @@ def write(path: Path, layout: str, reference: type) -> None:
             "older": path / "tensor_parallel_shards" / f"tp_rank_{rank:02d}_pp_rank_00" / "checkpoint.pt",
         }[layout]
         file.parent.mkdir(parents=True, exist_ok=True)
+        if layout == "shards":  # another data-parallel rank, which may write its own, of the same values
+            (file.parent / file.name.replace("dp_rank_00", "dp_rank_01")).write_bytes(b"not read")
         if layout in ("xser", "trainer"):
             xser(state, file, reference)
         elif layout == "file":

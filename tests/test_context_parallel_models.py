@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ import tpcore
 from tpcore import Mesh
 from tpcore.layers.tokens import TokenOrder
 from tpcore.models.context import FAMILIES
+from tpcore.runtime.consensus import raising
+from tpcore.runtime.context import use
 from tpcore.testing import run_ranks
 
 EXACT = 1e-12  # float64, in which the order of sums is all that differs
@@ -156,6 +159,13 @@ def cells() -> list[Any]:
     """In all ways, each in one of them first: what ways and masks do together, an attention by itself shows."""
     first = [(*cell, WAYS[i % len(WAYS)]) for i, cell in enumerate(CELLS)]
     return tiers(first, slow=[(*cell, way) for cell in CELLS for way in WAYS])
+
+
+@pytest.mark.parametrize("dealt", [False, True])
+def test_a_rank_without_labels_adds_nothing_to_a_masked_models_loss(dealt: bool) -> None:
+    batch = plain()
+    batch["labels"][:, 8:] = -100
+    assert_equal(MODELS["bert"], CP2, batch, "gather", dealt)
 
 
 @pytest.mark.parametrize(("name", "batch", "mesh", "options", "way"), cells(), ids=str)
@@ -403,6 +413,8 @@ def test_what_is_changed_afterwards_or_differs_between_ranks_is_refused(ctx: tpc
         with pytest.raises(ValueError, match=r"ranks 0 and 1 of cp have .*: every rank of cp gets the whole batch"):
             model(**batch | ({name: value} if at else {}))  # what is refused is looked for again
     model(**batch)
+    with use(replace(ctx, checks=raising())), pytest.raises(ValueError, match="ranks 0 and 1 of cp differ in labels"):
+        model(**batch | {"labels": batch["labels"] + at})  # in a checked run not once, but each time
     model.set_attn_implementation("sdpa")
     with pytest.raises(ValueError, match="attention 'sdpa' was set after parallelize"):
         model(**batch)

@@ -260,6 +260,7 @@ def test_models_that_keep_something_else_are_refused() -> None:
     refused(llama, 65, "max_position_embeddings=64 positions; choose 64")
     mistral = T.MistralConfig(**TINY, num_key_value_heads=2, sliding_window=8)
     refused(lambda: T.MistralForCausalLM(mistral), 16, "sliding_window=8")
+    assert run_ranks(Mesh({"tp": 1}), lambda _: CachedModel(T.MistralForCausalLM(mistral), 8, 1).max_length) == [8]
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
     rope["original_max_position_embeddings"] = 8
     refused(lambda: llama(rope_parameters=rope), 16, "original_max_position_embeddings=8 positions, after")

@@ -27,7 +27,8 @@ WIDTH, HEADS, HEAD = 8, 4, 2
 @each_rank(tp=4)
 def test_a_key_head_goes_to_consecutive_ranks(ctx: ParallelContext) -> None:
     q, k, v = (nn.Linear(WIDTH, heads * HEAD) for heads in (HEADS, 2, 2))
-    layer = tpcore.ParallelQKV.from_plain([q, k, v], HEADS, 2)
+    layer = tpcore.ParallelQKV.from_plain([linear.eval() for linear in (q, k, v)], HEADS, 2)
+    assert not layer.training
     assert torch.equal(layer.q_proj.weight, q.weight.chunk(HEADS)[ctx.rank])
     for part, plain in ((layer.k_proj, k), (layer.v_proj, v)):
         assert torch.equal(part.weight, plain.weight.chunk(2)[ctx.rank // 2])

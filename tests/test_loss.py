@@ -65,7 +65,7 @@ def test_masked_logits(ctx: ParallelContext, masked: float) -> None:
     """Words that cannot be said, among them all words of one rank."""
     torch.manual_seed(0)
     logits = torch.randn(4, 8)
-    logits[:, 4:] = masked
+    logits[1:, 4:] = masked  # of all tokens but one
     logits[0, 2] = masked
     target = torch.tensor([0, 1, 2, 3])
     whole = logits.clone().requires_grad_()

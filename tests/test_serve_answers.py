@@ -284,6 +284,27 @@ def test_options_of_the_other_endpoint_are_named(run: Run) -> None:
     ]
 
 
+def test_text_ends_at_the_string_that_comes_first(run: Run) -> None:
+    """Not at the first of the list, in a piece of text that has both."""
+    assert run(lambda client, _: whole(client, "w4", stop=["1", "f"])) == ("", "", [], "stop", 1)
+
+
+def test_one_request_more_than_may_be_open_is_refused(run: Run) -> None:
+    async def ask(client: openai.AsyncOpenAI, engine: Script) -> list[Answer]:
+        engine.waits_for = 8
+        most = [asyncio.ensure_future(whole(client, "w4")) for _ in range(7)]
+        while len(engine.requests) < 7:
+            await asyncio.sleep(0.01)
+        last = asyncio.ensure_future(whole(client, "w4"))  # all are answered now, token by token
+        while len(engine.output_router.result_handlers) < 8:
+            await asyncio.sleep(0)
+        with pytest.raises(openai.RateLimitError, match="8 requests are open, and no more are taken"):
+            await whole(client, "w4")
+        return await asyncio.gather(*most, last)
+
+    assert len(run(ask)) == 8
+
+
 def test_a_prompt_leaves_room_for_one_token_or_more(run: Run) -> None:
     """Of the 64 tokens of prompt and answer."""
 

@@ -129,8 +129,8 @@ def _located(target: Tensor, width: int, comm: Comm, ignore: int) -> tuple[Tenso
     """The column of each target among this rank's, whether it is there, and whether it counts."""
     place, counted = target - comm.position * width, target != ignore
     local = place.clamp(0, width - 1)
-    here = local == place
-    return local, here & counted if 0 <= ignore < width * comm.size else here, counted
+    here = local == place  # or that of an ignored one, whose loss and gradient become 0
+    return local, here, counted
 
 
 def _mapped(

@@ -139,11 +139,11 @@ def test_a_quantized_model_moves_and_keeps_its_weights(ctx: tpcore.ParallelConte
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("rows", "size", "out"), [(1, 64, 64), (17, 64, 64), (1, 37, 64), (1, 64, 37), (0, 64, 64)])
-def test_products_in_narrow_dtypes(dtype: torch.dtype, rows: int, size: int, out: int) -> None:
+@pytest.mark.parametrize(("rows", "size"), [(1, 64), (17, 64), (1, 37), (0, 64)])
+def test_products_in_narrow_dtypes(dtype: torch.dtype, rows: int, size: int) -> None:
     """One row of 64 entries of bfloat16 takes torch's integer kernel, whose scale is bfloat16."""
     torch.manual_seed(0)
-    weight, scale = quantized.quantized(torch.randn(out, size), INT8, lambda t: t)
+    weight, scale = quantized.quantized(torch.randn(64, size), INT8, lambda t: t)
     x = torch.randn(1, rows, size, dtype=dtype)
     want = x.double() @ (weight.double() * scale.double()[:, None]).T
     got = quantized.linear(x, weight, None, scale)

@@ -150,7 +150,6 @@ def test_hessians_products_with_them_and_a_penalty_on_all_gradients(
 @at_tp_1_2_4
 @at_nets
 @pytest.mark.parametrize("grad", [True, False])
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's own use
 def test_forward_mode(net: type[nn.Module], tp: int, grad: bool) -> None:
     def tangent(model: nn.Module, x: Tensor) -> Tensor:
         return forward_ad.unpack_dual(model(forward_ad.make_dual(x, x.cos()))).tangent
@@ -165,7 +164,6 @@ def test_forward_mode(net: type[nn.Module], tp: int, grad: bool) -> None:
 
 
 @pytest.mark.parametrize("net", [Mlp, TokenMlp, Words, SmoothWords])
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 @each_rank(tp=1)
 def test_transforms_of_torch_func(ctx: ParallelContext, net: type[nn.Module]) -> None:
     whole, sharded, x = pair(net)

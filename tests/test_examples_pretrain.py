@@ -105,8 +105,6 @@ def test_steps_after_the_checkpoint_are_trained_and_reported_again(text, whole, 
 @pytest.mark.parametrize("resumed", [False, True])
 def test_the_curve_does_not_depend_on_the_degree(resumed, text, whole, tmp_path):
     if resumed:
-        if torch.__version__ < (2, 6):
-            pytest.skip("optimizers do not know parameter names before torch 2.6")
         train(Mesh({"dp": 1, "tp": 1}), arguments(text, tmp_path, dropout=0, steps_this_run=3))
     flags = ["--resume_ckpt"] if resumed else []
     train(Mesh({"dp": 1, "tp": 2}), arguments(text, tmp_path, *flags, dropout=0))

@@ -112,7 +112,7 @@ class Stored:
         if self.cut is None and self._alike():
             return None
         why = (
-            "its optimizer was saved without the model, or not made from model.named_parameters() (torch 2.6)"
+            "its optimizer was saved without the model, or not made from model.named_parameters()"
             if self.cut == "unknown"
             else "the ranks hold different values, and nothing says how they are cut: a model's own state_dict() "
             "knows, and the command line takes --cut"
@@ -222,8 +222,9 @@ class ReadPlan:
 
 def _takes_pinned(device: torch.device) -> bool:
     """Whether copies from pinned memory to ``device`` go on beside other work: to torch's own accelerators."""
-    accelerators = getattr(torch, "accelerator", None)  # of torch 2.6 and later
-    accelerator = None if accelerators is None else accelerators.current_accelerator()
+    if device.type == "cpu" or not torch.accelerator.is_available():  # torch 2.6 names an accelerator only where one is
+        return False
+    accelerator = torch.accelerator.current_accelerator()
     return accelerator is not None and accelerator.type == device.type
 
 

@@ -62,8 +62,7 @@ def _parametrization(function: Function) -> Function:
 def _guarded() -> Iterator[tuple[Any, str, Function]]:
     """Owner and name of each function, and its guard. torch looks these names up at each call, so they guard
     a ``clip_grad_norm_`` or ``weight_norm`` that a program has imported before, too."""
-    # torch 2.5 has one function for both steps of clipping
-    clip = getattr(clip_grad, "_clip_grads_with_norm_", clip_grad.clip_grad_norm_)
+    clip = clip_grad._clip_grads_with_norm_
     for owner in (nn.utils, clip_grad):
         yield from ((owner, name, _clipping(clip)) for name, f in vars(owner).items() if f is clip)
     yield parametrize, "register_parametrization", _parametrization(parametrize.register_parametrization)

@@ -143,7 +143,7 @@ class Loading:
                 why = (
                     f"{self._source.path}: the model cuts {name!r} as {want}, the file as {stored.cut}, and which "
                     "parameters the optimizer's state belongs to is not on record: it was saved without the model, or "
-                    "not made from model.named_parameters() (torch 2.6)"
+                    "not made from model.named_parameters()"
                 )
                 return dict.fromkeys(unknown, why)
         return {}

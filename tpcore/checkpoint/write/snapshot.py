@@ -267,7 +267,7 @@ def _cuts_of(state: Any, ctx: ParallelContext, known: Mapping[int, Layout]) -> C
     for name, t in model_tensors(state) if optimizers else ():
         cut = sharding(t if t.is_meta else marked.get(memory_of(t), t))
         layouts[name].add(cut.layout if cut else Layout(tuple(t.shape)))
-    # unknown if the optimizer was not made from named_parameters() (torch 2.6), or for another shape than the shard's
+    # unknown if the optimizer was not made from named_parameters(), or for another shape than the shard's
     cuts: dict[int, Cut] = {}
     for optimizer in optimizers:
         names = dict(parameter_names(optimizer["param_groups"]))

@@ -101,6 +101,7 @@ def written_by_others(full: dict[str, Tensor], stages: int, path: Path) -> None:
         torch.save({"model": part, "epoch": 3}, folder / "checkpoint.pt")
 
 
+@pytest.mark.filterwarnings("ignore:.*is a pickle.*:UserWarning")  # before torch 2.10
 @pytest.mark.parametrize("stages_of_others", [None, 1, 4])
 def test_a_checkpoint_opens_on_any_mesh(tmp_path: Path, stages_of_others: int | None) -> None:
     """Plain modules' parameters too; ours as one file for the plain model as well."""

@@ -23,6 +23,8 @@ _aten = torch.ops.aten
 _FREE = {_aten.empty, _aten.new_empty, _aten.empty_like, _aten.empty_strided, _aten.detach, _aten._unsafe_view}
 _FREE |= {_aten.lift_fresh, _aten.scalar_tensor, _aten.new_empty_strided}
 _PICKED = {_aten.embedding, _aten.index, _aten.index_select, _aten.gather}  # they read as much as they write
+# older torch has neither (2.6), or the private one alone
+_GROUPED = [getattr(torch, "_grouped_mm", None), getattr(nn.functional, "grouped_mm", None)]
 _KERNEL = {
     _aten._scaled_dot_product_flash_attention_for_cpu: 1.0,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: 2.5,
@@ -216,7 +218,7 @@ class _Kernels(TorchFunctionMode):
             q, k, v = args
             flops = attention_flops(q, k, v, bool(kwargs.get("is_causal")))
             return _Kernel.apply(self._meter, ATTENTION, flops, 1, q, k, v)
-        if func in (torch._grouped_mm, getattr(nn.functional, "grouped_mm", None)):
+        if func in _GROUPED:
             x, weight = args[:2]
             return _Kernel.apply(self._meter, GROUPED, 2.0 * x.numel() * weight.shape[-1], len(weight), x, weight)
         return func(*args, **kwargs)

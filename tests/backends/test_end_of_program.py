@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import _thread
 import os
+import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import forked
 import pytest
+from tiers import tiers
 
 from tpcore.c10d.supervision.host import let_threads_finish
 
@@ -70,6 +74,20 @@ def test_a_job_that_simply_ends(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stderr
     assert "terminate called" not in ended.stderr
     assert (tmp_path / "saved" / "manifest.json").is_file()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("last", tiers(["pass"], ["tpcore.shutdown()"]), ids=["exit", "shutdown"])
+def test_a_store_of_rank_0_outlasts_its_users(last: str, tmp_path: Path) -> None:
+    """In any order of ends: what uses a store that is gone prints a stack trace of C++."""
+    (tmp_path / "train.py").write_text(f"import tpcore\ntpcore.init('cpu_gloo', tp=2)\n{last}")
+    with socket.create_server(("127.0.0.1", 0)) as s:
+        job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(s.getsockname()[1]), "WORLD_SIZE": "2"}
+    with ThreadPoolExecutor() as threads:
+        one = partial(forked.run, ["python", "train.py"], tmp_path)
+        ranks = [threads.submit(one, {**os.environ, **job, "RANK": str(rank)}) for rank in range(2)]
+    for rank in ranks:
+        assert (rank.result().returncode, rank.result().stderr) == (0, "")
 
 
 def test_threads_that_need_the_interpreter_are_waited_for() -> None:

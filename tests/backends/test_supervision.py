@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from rank_pool import RankPool
 from test_c10d import Simple
 
 from tpcore.c10d.supervision import fingerprints, rendezvous
-from tpcore.c10d.supervision.host import Identity, Links
+from tpcore.c10d.supervision.host import Identity, Links, connections, sockets
 from tpcore.c10d.supervision.peers import PeerMonitor
 from tpcore.c10d.supervision.rendezvous import Rendezvous
 from tpcore.c10d.supervision.status import FlightRecorder, RankReport, StatusStore
@@ -148,3 +150,35 @@ def test_ranks_that_met_have_met_whatever_becomes_of_one_of_them() -> None:
 def test_ranks_that_are_not_started_again_are_named(rank: int, who: str) -> None:
     with pytest.raises(CollectiveTimeoutError, match=f"{rank} waited 0.1 s to start: rank {who} of 3 did not"):
         rendezvous._of_this_start(dist.HashStore(), rank, 3, 0.1)
+
+
+def test_the_host_of_the_store_leaves_last() -> None:
+    """A rank leaves when its main thread is in no meeting, and the host does not wait for one that has ended."""
+    shared, meeting, alive = dist.HashStore(), [True], [1, 2]
+    host, other = (StatusStore(lambda: shared, needed=lambda: bool(meeting)) for _ in range(2))
+    host.open()
+    other.open()
+    other.make_way(1)
+    assert not other.left
+    thread = threading.Thread(target=host.outlast, args=(lambda: alive,), daemon=True)
+    thread.start()
+    shared.wait(["closing"])
+    other.make_way(1)
+    assert not other.left
+    meeting.clear()
+    other.make_way(1)
+    assert other.left
+    alive.remove(2)
+    thread.join()
+    assert shared.check(["left/1"])
+
+
+def test_the_stores_connections_are_not_cut_with_the_groups() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    before = sockets()
+    client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as s:
+        new = sockets() - before
+        assert {os.fstat(x.fileno()).st_ino for x in (listener, s)} == new - {i for i, _ in connections(server.port)}
+        assert len(new) == 4
+    client.set("key", "value")

@@ -8,7 +8,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -203,11 +203,19 @@ def keep_alive(s: socket.socket, seconds: float) -> None:
 
 def keep_alive_towards(port: int, seconds: float) -> None:
     """The same for all connections that this process has to a server at ``port``, whoever made them."""
-    for fd, _ in open_sockets():
+    for _, s in connections(port):
+        with suppress(OSError):
+            if s.getpeername()[1] == port:
+                keep_alive(s, seconds)
+
+
+def connections(port: int) -> Iterator[tuple[int, socket.socket]]:
+    """Inode and a copy of each connection of this process with a server at ``port``, which may be its own."""
+    for fd, inode in open_sockets():
         with suppress(OSError), socket.socket(fileno=os.dup(fd)) as s:
             inet = s.family in (socket.AF_INET, socket.AF_INET6) and s.type == socket.SOCK_STREAM
-            if inet and s.getpeername()[1] == port:
-                keep_alive(s, seconds)
+            if inet and port in (s.getpeername()[1], s.getsockname()[1]):
+                yield inode, s
 
 
 def answers(host: str, port: int) -> bool:

@@ -19,7 +19,7 @@ from typing import TypeVar
 
 from ...errors import CollectiveTimeoutError, PeerLostError
 from ...log import hold_lines, log
-from .host import CLEAN, GONE, Identity, Links, LocalRanks, sever
+from .host import CLEAN, GONE, SECONDS, Identity, Links, LocalRanks, sever
 from .status import FlightRecorder, RankReport, StatusStore, Verdict, cause_of_end, connection_broke
 
 T = TypeVar("T")
@@ -44,6 +44,7 @@ class PeerMonitor(threading.Thread):
         self.sockets: set[int] = set()  # of the groups, to be cut when the job is lost
         self.partings: set[Callable[[], None]] = set()  # the same for groups that share memory
         self._near, self._store, self._links = LocalRanks(rank, peers), store, links
+        self._hosts = rank == 0 and store.needed is not None
         self.neighbours = frozenset(self._near.ranks)
         self._requests, self._selector = queue.SimpleQueue[Callable[[], None]](), selectors.DefaultSelector()
         self._woken, self._wake = os.pipe()
@@ -80,7 +81,7 @@ class PeerMonitor(threading.Thread):
         self._closed = True
         if self.is_alive():  # not in a forked process
             os.write(self._wake, b"x")
-            self.join(_ANSWER)
+            self.join(_ANSWER + SECONDS * self._hosts)
 
     def fail(self, error: BaseException) -> None:
         """Publish that this rank failed with ``error``; all others will fail too."""
@@ -221,6 +222,8 @@ class PeerMonitor(threading.Thread):
             if self._cut_at is not None and time.monotonic() >= self._cut_at:
                 self.sever()
                 self._cut_at = None
+        if self._hosts and self.verdict is None:
+            self._store.outlast(lambda: [r for r in range(1, len(self.peers)) if self._fate(r) is None])
         self._near.close()
         self._links.close()
         self._store.leave(self.rank)
@@ -232,6 +235,8 @@ class PeerMonitor(threading.Thread):
         self._seen()
         for rank in self._near.dead():
             self._died(rank)
+        if self.rank > 0:
+            self._store.make_way(self.rank)
 
     def _seen(self) -> Verdict | None:
         verdict = self.verdict or self._store.verdict() or self._cut_off()
@@ -248,13 +253,13 @@ class PeerMonitor(threading.Thread):
         """The connection to the first rank of another host ended. Fatal if nothing of that host answers."""
         if self._links.end(rank):
             self._judge(rank)
-        elif self._store.ended(rank) is None:  # nothing is wrong if os._exit(0) ended it
+        elif self._store.ended(rank) is None and not self._store.left:  # nothing is wrong if os._exit(0) ended it
             self._tell(self._lost(rank, GONE))
 
     def _died(self, rank: int) -> None:
         """A neighbour's process ended. Fatal at once if it failed, and had not left the job before."""
         fate, ended, gone = self._fate(rank), self._store.ended(rank), self._lost(rank, GONE)
-        if fate == GONE and ended is None and self.verdict in (None, gone):
+        if fate == GONE and ended is None and self.verdict in (None, gone) and not self._store.left:
             self._tell(gone)  # its launcher was faster; nothing is wrong if os._exit(0) ended it
         if fate in (None, CLEAN, GONE) or not (ended or "ended").startswith("ended"):
             return

@@ -27,6 +27,7 @@ class Rendezvous:
 
     def __init__(self, store: dist.Store, rank: int, world: int, timeout: float) -> None:
         self.store, self.rank, self.world, self.timeout = store, rank, world, timeout
+        self.meeting = False  # for another thread of this rank
 
     def meet(
         self, purpose: str, text: str, lost: Lost = lambda missing: None, ranks: Sequence[int] | None = None
@@ -34,12 +35,15 @@ class Rendezvous:
         """The ``text`` of every rank of the job or of ``ranks``, in that order. Raises CollectiveTimeoutError, which
         names the missing ranks, or the error that ``lost`` returns for them."""
         keys = {r: f"{purpose}/{r}" for r in (range(self.world) if ranks is None else ranks)}
+        self.meeting = True
         try:
             self.store.set(keys[self.rank], text)
             self._wait(purpose, keys, lost)
             return [self.store.get(k).decode() for k in keys.values()]
         except dist.DistNetworkError as e:
             raise PeerLostError(f"rank {self.rank}: the job's store is gone while ranks meet to {purpose}: {e}") from e
+        finally:
+            self.meeting = False
 
     def _wait(self, purpose: str, keys: Mapping[int, str], lost: Lost) -> None:
         # polls: the store's own wait prints warnings when it times out

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -155,10 +156,13 @@ class StatusStore:
         folder: Path | None = None,
         place: tuple[str, int] | None = None,
         seconds: float = SECONDS,
+        needed: Callable[[], bool] | None = None,
     ) -> None:
         """``folder``: for reports, where the store is a file: that one would grow by each report. ``place``:
-        host and port of a server. ``seconds``: for which its host may be silent."""
+        host and port of a server. ``seconds``: for which its host may be silent. ``needed``, if rank 0 is the host:
+        whether another thread of this rank uses the store now."""
         self._connect, self._folder, self._seconds, self.place = connect, folder, seconds, place
+        self.needed, self.left = needed, False
         self._store: dist.Store | None = None
         self.trouble = ""
         self.cut_off = False
@@ -193,8 +197,25 @@ class StatusStore:
             return (self._folder / str(rank)).read_text()
         return None
 
+    def make_way(self, rank: int) -> None:
+        """Leave the store if its host ends. A use of a store that is gone would print a stack trace of C++."""
+        if self.needed is not None and not self.needed() and self._get("closing") is not None:
+            self.leave(rank)
+
+    def outlast(self, others: Callable[[], Sequence[int]]) -> None:
+        """On the host: wait until the ``others`` have left, which takes them a beat, but not for ever."""
+        self._do(lambda store: store.set("closing", ""))
+        deadline = time.monotonic() + self._seconds
+        while time.monotonic() < deadline and (keys := [f"left/{r}" for r in others()]):
+            if self._do(partial(_has, keys)) is not False:
+                return
+            time.sleep(0.01)
+
     def leave(self, rank: int) -> None:
-        """Remove the reports of ``rank``, which no rank needs any more."""
+        """The last call. Removes the reports of ``rank``, which no rank needs any more."""
+        if self.needed is not None:
+            self._do(lambda store: store.set(f"left/{rank}", ""))
+        self._store, self.left = None, True
         if self._folder is not None:
             with suppress(OSError):
                 (self._folder / str(rank)).unlink()
@@ -234,6 +255,10 @@ class StatusStore:
         if self.place is not None and not answers(*self.place):
             host, port = self.place
             self.trouble, self.cut_off = f"the job's store at {host}:{port} cannot be reached", True
+
+
+def _has(keys: list[str], store: dist.Store) -> bool:
+    return store.check(keys)
 
 
 def _verdict(data: str | None) -> Verdict | None:

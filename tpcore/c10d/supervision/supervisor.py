@@ -20,7 +20,7 @@ from ...errors import BackendError, CollectiveMismatchError
 from ...runtime.consensus import agree
 from ...settings import CHECK
 from .fingerprints import FingerprintExchange, connected
-from .host import SECONDS, Identity, Links, sockets
+from .host import SECONDS, Identity, Links, connections, sockets
 from .peers import PeerMonitor
 from .rendezvous import Rendezvous, address_towards, folder_beside, own_client, place_of_server, timed_out
 from .status import FlightRecorder, StatusStore, Verdict
@@ -70,7 +70,8 @@ class Supervisor:
         identities = [Identity(*peer) for peer, *_ in hellos]
         self._address = address_towards(store, all(i.hostname == identities[0].hostname for i in identities))
         silent, place = min(SECONDS, self._timeout), place_of_server(store)
-        status = StatusStore(connect, folder_beside(store, f"reports-{hellos[0][2]}"), place, silent)
+        needed = None if place is None or settings.AGENT_STORE.get() else lambda: self._rendezvous.meeting
+        status = StatusStore(connect, folder_beside(store, f"reports-{hellos[0][2]}"), place, silent, needed)
         return PeerMonitor(status, self._rank, identities, self._recorder, self._linked(identities, silent))
 
     @staticmethod
@@ -127,7 +128,9 @@ class Supervisor:
             verdict = self._late(members, e) if timed_out(e) else self.peers.diagnose(members, e)
             raise verdict.error(self._recorder.last()) from e
         finally:
-            self.peers.sockets |= opened() - before
+            new, place = opened() - before, place_of_server(self.store)
+            # not those that threads have with the store, which all use until they end
+            self.peers.sockets |= new - {inode for inode, _ in connections(place[1] if place else 0)}
 
     def _late(self, members: Sequence[int], error: RuntimeError) -> Verdict:
         """The verdict after ``members`` did not connect in time: a lost rank, or what is known of each."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import atexit
 import logging
 import os
 import signal
@@ -10,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import forked
 import psutil
@@ -19,7 +22,7 @@ import torch.distributed as dist
 from tiers import tiers
 
 import tpcore
-from tpcore import PeerLostError
+from tpcore import CheckpointError, PeerLostError
 from tpcore.c10d.supervision.rendezvous import host_store
 from tpcore.processes import launch as launching
 from tpcore.processes.transfer import RankTraceback, pack_call
@@ -150,6 +153,67 @@ def test_ranks_end_with_their_parent(tmp_path: Path, how: signal.Signals) -> Non
     assert not psutil.wait_procs(ranks, timeout=30)[1]
 
 
+TRANSPARENT = """
+import argparse, multiprocessing, os, pickle, sys
+from concurrent.futures import ProcessPoolExecutor
+
+class Item:
+    def __init__(self, n): self.n = n
+
+def double(item): return Item(2 * item.n)
+
+calls = 0
+
+def train(item, key):
+    global calls
+    calls += 1
+    assert not calls, "python -O leaves this out"
+    import __main__
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--lr", type=float, default=0.1)
+    options, rest = parser.parse_known_args()
+    item = pickle.loads(pickle.dumps(item))
+    for how in ("spawn", "forkserver"):
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context(how)) as pool:
+            item = pool.submit(double, item).result()
+    same = multiprocessing.current_process().authkey == key
+    names = __main__.Item is type(item), __main__.double is double, __main__.calls, same
+    options_of_python = sys.flags.optimize, sys.warnoptions, sys._xoptions["own"], type(sys.stdout.buffer).__name__
+    seen = options.lr, rest, sys.argv, os.getcwd(), __main__.__file__, __name__, multiprocessing.get_start_method()
+    return item, names, options_of_python, seen
+
+if __name__ == "__main__":
+    import tpcore
+    multiprocessing.set_start_method("spawn")
+    key = bytes(multiprocessing.current_process().authkey)
+    item, *seen = tpcore.launch(train, 1, args=(Item(5), key))[0]
+    print([item.n, type(item) is Item, *seen])
+"""
+
+
+def test_a_function_sees_the_script_that_launches_it(tmp_path: Path) -> None:
+    """Its arguments and options, its ``__main__``, and through it the workers that multiprocessing starts."""
+    (tmp_path / "train.py").write_text(TRANSPARENT)
+    options = ["-O", "-u", "-W", "error::UserWarning", "-X", "own=3"]
+    words = [sys.executable, *options, "train.py", "--lr", "0.5", "/data/run1"]
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONWARNINGS"}
+    limit = forked.PATIENCE
+    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=limit, check=False)
+    assert done.returncode == 0, done.stderr
+    n, own, names, of_python, seen = ast.literal_eval(done.stdout)
+    assert (n, own) == (20, True)
+    assert names == (True, True, 1, True)
+    assert of_python == (1, ["error::UserWarning"], "3", "FileIO")
+    argv = ["train.py", "--lr", "0.5", "/data/run1"]
+    assert seen == (0.5, ["/data/run1"], argv, str(tmp_path), str(tmp_path / "train.py"), "__main__", "spawn")
+
+
+def test_a_script_that_a_worker_imports_starts_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "__mp_main__", ModuleType("__mp_main__"))
+    with pytest.raises(RuntimeError, match=r"imports the script again.*put the call under if"):
+        tpcore.launch(print, 1)
+
+
 def test_what_cannot_be_started() -> None:
     with pytest.raises(TypeError, match="launch needs a function, not 3"):
         tpcore.launch(3)  # type: ignore[arg-type]
@@ -170,6 +234,26 @@ def test_without_cloudpickle_a_function_of_a_module_still_works(monkeypatch: pyt
 def test_a_rank_that_ends_without_a_result_is_an_error() -> None:
     with pytest.raises(PeerLostError, match="rank 0 exited with status 0"):
         tpcore.launch(os._exit, 1, args=(0,))
+
+
+def test_a_rank_that_fails_after_its_result_fails_the_job(tmp_path: Path) -> None:
+    with pytest.raises(PeerLostError, match="rank 0 exited with status 7"):
+        tpcore.launch(atexit.register, 1, args=(os._exit, 7))
+
+    def program() -> str:
+        ctx = tpcore.init("cpu_gloo", tp=2)
+
+        def full(*args: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        if ctx.rank == 1:
+            tpcore.checkpoint.write.save.write_tensors = full
+        tpcore.checkpoint.save({"model": {"w": torch.ones(3)}}, tmp_path / "saved", async_save=True)
+        return "saved"
+
+    with pytest.raises(CheckpointError, match=r"the save in the background failed: .*No space left"):
+        tpcore.launch(program)
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.slow

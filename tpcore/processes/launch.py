@@ -3,6 +3,7 @@ function of ``launch``, with file descriptors as arguments: LIFELINE CALL RESULT
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from typing import Any, TypeVar
 from .. import settings
 from ..log import log
 from ..runtime.memory import keep_freed_memory
+from .program import interpreter
 from .transfer import (
     Outcome,
     death,
@@ -51,13 +53,15 @@ def launch(
 ) -> list[T]:
     """Run ``fn(*args, **kwargs)`` in ``nprocs`` new processes on this machine. Returns results in rank order.
 
-    ``fn`` calls ``tpcore.init(tp=...)`` itself. The processes are fresh interpreters with the environment, the import
-    path and the objects that ``fn`` refers to. With cloudpickle, ``fn`` may be defined in a notebook, or in a script
-    without ``if __name__ == "__main__"``. ``timeout``: seconds that a collective may wait, as in ``init``. ``env``:
-    variables for the processes.
+    ``fn`` calls ``tpcore.init(tp=...)`` itself. The processes are fresh interpreters with this one's options,
+    ``sys.argv``, environment, directory and import path, and with the objects that ``fn`` refers to. With cloudpickle,
+    ``fn`` may be defined in a notebook, or in a script without ``if __name__ == "__main__"``, which only workers
+    need that ``fn`` starts by spawn or forkserver. ``timeout``: seconds that a collective may wait, as in ``init``.
+    ``env``: variables for the processes.
 
-    If a rank fails, all ranks are ended. The first error that is not the consequence of another rank's is
-    raised here, with its traceback as the cause. A rank that died without an error raises PeerLostError."""
+    If a rank fails, even after it has returned (a save in the background), all ranks are ended. The first error that is
+    not the consequence of another rank's is raised here, with its traceback as the cause. A rank that died without an
+    error raises PeerLostError."""
     if not callable(fn):
         raise TypeError(f"launch needs a function, not {fn!r}")
     if not isinstance(nprocs, int) or nprocs < 1:
@@ -65,6 +69,11 @@ def launch(
     variables = {settings.THREADS.name: settings.THREADS.text() or str(settings.THREADS.default)}
     if timeout is not None:
         variables[settings.TIMEOUT.name] = str(float(timeout))
+    again = sys.modules.get("__mp_main__", sys)  # in a program another name of its ``__main__``
+    own = again.__name__ != "__mp_main__" or again is sys.modules["__main__"]
+    if not own and multiprocessing.parent_process() is None:
+        why = "launch was called while a worker process of multiprocessing imports the script again"
+        raise RuntimeError(f"{why}, for what it defines: put the call under if __name__ == '__main__':")
     outcomes = _run(pack_call(fn, tuple(args), dict(kwargs or {})), nprocs, variables | dict(env or {}))
     if (error := root_cause(outcomes)) is not None:
         raise error
@@ -86,10 +95,7 @@ def _run(call: bytes, nprocs: int, variables: Mapping[str, str]) -> list[Outcome
                 processes.start(__name__, fds, environment=environment, fds=fds)
             codes = processes.join(_GRACE, _PATIENCE)
         del store  # the ranks use it until they end
-        packed = map(read_file, files[1:])
-        # no code: this process ended it because another rank failed
-        fallbacks = (Outcome() if code is None else Outcome(error=death(rank, code)) for rank, code in enumerate(codes))
-        return [unpack_outcome(data) if data else other for data, other in zip(packed, fallbacks, strict=True)]
+        return [_outcome(rank, code, read_file(files[1 + rank])) for rank, code in enumerate(codes)]
     except BaseException:
         processes.send(signal.SIGTERM)
         raise
@@ -97,6 +103,14 @@ def _run(call: bytes, nprocs: int, variables: Mapping[str, str]) -> list[Outcome
         processes.close(_PATIENCE)
         for fd in files:
             os.close(fd)
+
+
+def _outcome(rank: int, code: int | None, packed: bytes) -> Outcome:
+    """``code``: None if this process ended it because another rank failed."""
+    outcome = unpack_outcome(packed) if packed else Outcome()
+    if code is not None and outcome.error is None and (code != 0 or not packed):
+        return Outcome(error=death(rank, code))  # also after it had returned
+    return outcome
 
 
 @contextmanager
@@ -119,20 +133,20 @@ def _signals_raise() -> Iterator[None]:
             signal.signal(s, signal.SIG_DFL)
 
 
-def _log(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
-    """Log one line. The caller of ``launch`` gets the root cause with its traceback."""
-    log.error("rank %d: %s: %s", settings.RANK.get(), kind.__name__, error)
-
-
 def _rank(lifeline: int, call: int, result: int) -> None:
     def run() -> Any:
         fn, args, kwargs = unpack_call(read_file(call))
         return fn(*args, **kwargs)
 
+    def failed(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
+        log.error("rank %d: %s: %s", rank, kind.__name__, error)  # the caller of ``launch`` gets the traceback
+        if outcome.error is None:  # at the program's end, after the function
+            write_file(result, pack_outcome(Outcome(error=error, at=time.time()), rank))
+
     follow(lifeline)
     keep_freed_memory()
-    rank = settings.RANK.get()
-    sys.excepthook = _log  # a backend's own hook, which informs the other ranks, calls this one
+    rank, outcome = settings.RANK.get(), Outcome()
+    sys.excepthook = failed  # a backend's own hook, which informs the other ranks, calls this one
     outcome = outcome_of(run)
     error = outcome.error
     if isinstance(error, SystemExit):
@@ -163,11 +177,11 @@ class Processes:
         """Start ``python -m module LIFELINE arguments`` with ``fds`` open, which first calls ``follow(LIFELINE)``.
         ``log``: a file for its output; None for this process's output."""
         path = [p or os.getcwd() for p in sys.path]  # which a file in the working directory cannot shadow
-        run = f"import runpy; runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
-        code = f"import sys; sys.path[:] = {path!r}; {run}"
+        # not alter_sys: it would end the ``__main__`` of ``ThisProgram`` before threads and exit handlers
+        code = f"import runpy, sys; sys.path[:] = {path!r}; runpy.run_module({module!r}, run_name='__main__')"
         with nullcontext() if log is None else log.open("wb") as out:
             process = subprocess.Popen(
-                [sys.executable, "-c", code, str(self._lifeline), *map(str, arguments)],
+                [*interpreter(), "-c", code, str(self._lifeline), *map(str, arguments)],
                 env=dict(environment),
                 stdin=subprocess.DEVNULL,
                 stdout=out,

@@ -6,7 +6,6 @@ import fcntl
 import mmap
 import os
 import pickle
-import sys
 import tempfile
 import time
 import traceback
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CollectiveTimeoutError, PeerLostError, described
+from . import program
 
 Place = tuple[int, torch.dtype, tuple[int, ...]]
 """A tensor in a buffer: offset in bytes, dtype, shape."""
@@ -63,22 +63,20 @@ def _pickler() -> Any:
 
 
 def pack_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-    """Pickle a call together with ``sys.path``. ValueError if it cannot be pickled."""
+    """Pickle a call together with the program that makes it. ValueError if it cannot be pickled."""
     pickler = _pickler()
     hint = "" if pickler is not pickle else ": pip install cloudpickle, or define it in a module"
     if pickler is pickle and getattr(fn, "__module__", None) == "__main__":
         raise ValueError(f"{fn!r} of __main__ cannot be imported by other processes{hint}")
     try:
-        return pickle.dumps((list(sys.path), pickler.dumps((fn, args, kwargs))))
+        return program.dumps((fn, args, kwargs), None if pickler is pickle else pickler)
     except Exception as e:
         problem = f"{fn!r} or its arguments cannot be sent to other processes"
         raise ValueError(f"{problem} ({type(e).__name__}: {e}){hint}") from e
 
 
 def unpack_call(data: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    path, call = pickle.loads(data)
-    sys.path[:] = path
-    fn, args, kwargs = pickle.loads(call)
+    fn, args, kwargs = program.loads(data)
     return fn, args, kwargs
 
 
@@ -152,7 +150,9 @@ class SharedBuffer:
 
 
 def write_file(fd: int, data: bytes) -> None:
-    """Write the contents of an empty file. ``read_file`` returns nothing until they are complete."""
+    """Write the contents of a file. ``read_file`` returns nothing until they are complete. Longer ones from before
+    leave their end behind them, which a pickle does not read."""
+    os.lseek(fd, 0, os.SEEK_SET)
     rest = memoryview(_INCOMPLETE + data)
     while rest:
         rest = rest[os.write(fd, rest) :]

@@ -32,7 +32,7 @@ class _Background:
     def __init__(self, save: Save) -> None:
         self._save = save
         self.patience = _PATIENCE
-        self.error: BaseException | None = None
+        self.error: CheckpointError | None = None
         self._begun = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tpcore-save", daemon=True)
         self._thread.start()
@@ -46,7 +46,8 @@ class _Background:
         try:
             (self._follow if self._save.ctx.rank else self._lead)()
         except BaseException as e:  # noqa: BLE001  wait raises it in the main thread
-            self.error = e
+            self.error = CheckpointError(f"the save in the background failed: {e}")
+            self.error.__cause__ = e
         finally:
             self._save.close()
 
@@ -135,18 +136,18 @@ def wait() -> None:
     with together(ctx):
         running.join()
         if running.error is not None:
-            raise CheckpointError(f"the save in the background failed: {running.error}") from running.error
+            raise running.error
 
 
 @atexit.register
 def _at_exit() -> None:
     failed = False
-    for ctx, running in _under_way.values():
+    for _, running in _under_way.values():
         running.patience = _PATIENCE_AT_EXIT
         running.join()
         if running.error is not None:
             failed = True
-            _log.error("rank %d: the save in the background failed", ctx.rank, exc_info=running.error)
+            sys.excepthook(CheckpointError, running.error, None)  # it ends the program as an error of the script would
     if failed:
         # an error in an exit handler would not change the exit status, which the caller must see
         logging.shutdown()

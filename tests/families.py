@@ -156,7 +156,7 @@ FEATURES: dict[str, tuple[dict[str, Any], ...]] = {
     "stablelm": ({"qk_layernorm": True}, {"use_parallel_residual": True, "use_qkv_bias": True}),
 }
 """Options beside a family's defaults: each is tried by itself."""
-SINGLE = {"inkling2_text", "muse_spark_text", "xglm"}
+SINGLE = {"inkling2_loop_text", "inkling2_text", "muse_spark_text", "xglm"}
 """Families that cannot compute in float64."""
 PARTS = {
     "llama4": "see `llama4_text`",
@@ -196,7 +196,9 @@ def families() -> list[str]:
 
 
 def _has_plan(model_type: str) -> bool:
-    return bool(getattr(CONFIG_MAPPING[model_type], "base_model_tp_plan", None))
+    """Of its layers: some have one for the table of tokens alone."""
+    plan = getattr(CONFIG_MAPPING[model_type], "base_model_tp_plan", None) or {}
+    return set(plan.values()) - {"embedding_rowwise"} != set()
 
 
 def _has(config: Any, name: str) -> bool:

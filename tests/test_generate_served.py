@@ -13,11 +13,13 @@ import pytest
 import torch
 import transformers
 from hf import GPT2, T5, TINY, llama, mixtral, phi3
-from torch import nn
+from torch import Tensor, nn
 
 import tpcore
 from tpcore import Mesh
+from tpcore.models.arguments import cache_argument
 from tpcore.models.cached import CachedModel
+from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
 from tpcore.trace import TensorParallelModel, generate, generate_each, parallel_model_load, parallel_model_save
 
@@ -249,11 +251,54 @@ def refused(make: Callable[[], Any], max_length: int, match: str) -> None:
 
 def test_a_model_that_counts_positions_by_itself_is_refused() -> None:
     class Counting(T.LlamaForCausalLM):
-        def forward(self, input_ids: Any, past_key_values: Any = None, position_ids: Any = None, **kw: Any) -> Any:
+        def forward(self, input_ids: Any, position_ids: Any = None, **kw: Any) -> Any:
             own = torch.arange(input_ids.shape[1])[None]
-            return super().forward(input_ids, past_key_values=past_key_values, position_ids=own, **kw)
+            return super().forward(input_ids, position_ids=own, **kw)
 
     refused(lambda: Counting(llama().config), 16, "logits differ by")
+
+
+class _Passing(T.LlamaForCausalLM):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+
+class _Old(T.LlamaForCausalLM):
+    def forward(self, input_ids: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
+        return super().forward(input_ids, **{cache_argument(llama()): past_key_values}, **kwargs)
+
+
+class _Both(T.LlamaForCausalLM):
+    def forward(self, input_ids: Any, cache: Any = None, past_key_values: Any = None, **kwargs: Any) -> Any:
+        given = past_key_values if cache is None else cache
+        return super().forward(input_ids, **{cache_argument(llama()): given}, **kwargs)
+
+
+class _Keeping(T.LlamaForCausalLM):
+    def forward(self, input_ids: Any, use_cache: bool = True) -> Any:
+        return super().forward(input_ids, use_cache=use_cache)
+
+
+@pytest.mark.parametrize("kind", [_Passing, _Old, _Both])
+def test_a_forward_of_ones_own_has_its_cache(kind: type) -> None:
+    """By whatever name it takes it, and where it passes on what it does not name."""
+
+    config = llama().config
+
+    def rank(ctx: ParallelContext) -> Tensor:
+        torch.manual_seed(0)
+        cached = CachedModel(kind(config), 16, 1)
+        with torch.no_grad():
+            return cached(torch.tensor([PROMPTS[0][:4]]), torch.zeros(1, dtype=torch.long), torch.tensor([3]))[0]
+
+    torch.manual_seed(0)
+    with torch.no_grad():
+        want = T.LlamaForCausalLM(config).eval()(torch.tensor([PROMPTS[0][:4]])).logits[:, -1]
+    torch.testing.assert_close(run_ranks(Mesh({"tp": 1}), rank)[0], want, rtol=1e-4, atol=1e-4)  # float32
+
+
+def test_a_forward_without_a_cache_is_refused() -> None:
+    refused(lambda: _Keeping(llama().config), 16, "_Keeping is no causal language model that takes a cache")
 
 
 def test_models_that_keep_something_else_are_refused() -> None:

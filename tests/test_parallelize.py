@@ -204,6 +204,11 @@ def codegen() -> Any:
     return transformers.CodeGenForCausalLM(transformers.CodeGenConfig(**sizes))
 
 
+def ctrl() -> Any:
+    sizes = {"vocab_size": 99, "n_embd": 32, "dff": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    return transformers.CTRLLMHeadModel(transformers.CTRLConfig(**sizes))
+
+
 def trained() -> Any:
     model = llama()
     model(**text()).loss.backward()
@@ -229,8 +234,11 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         "mlp.up_proj .*'diagonal' is not supported",
     ),
     "no attention": (mamba, {}, "have no attention to shard"),
-    "no plan": (codegen, {}, "no plan of its own and its family is not known: .*'transformer.h.\\*.mlp.fc_in', "),
-    "another order": (codegen, {"transformer.h.*.attn.qkv_proj": "colwise", OUT: "rowwise"}, ORDER),
+    "no plan": (
+        ctrl,
+        {},
+        "no plan of its own and its family is not known: .*'transformer.h.\\*.multi_head_attention.Wq', ",
+    ),
     "another order, of heads": (codegen, {"transformer.h.*.attn.qkv_proj": "qkv_colwise", OUT: "rowwise"}, ORDER),
     "experts without a style": (
         gpt_oss,
@@ -251,6 +259,21 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
 def test_what_cannot_be_sharded_is_refused_by_name(what: str) -> None:
     make, plan, words = REFUSED[what]
     hf.refused(words, make, **({"plan": plan} if plan else {}))
+
+
+@pytest.mark.parametrize("tp", [2, 8])
+def test_groups_of_heads_stay_together(tp: int) -> None:
+    """Where forward reads their number of the module, and not four of them on every rank."""
+    ids = text()["input_ids"]
+    plan = {"transformer.h.*.attn.qkv_proj": "colwise", OUT: "rowwise"}
+    if not hasattr(codegen().transformer.h[0].attn, "mp_num"):
+        hf.refused(ORDER, codegen, {"tp": tp}, plan=plan)
+    elif tp == 8:
+        hf.refused("attn.qkv_proj has 4 groups of heads. Degrees that fit: 1, 2, 4$", codegen, {"tp": tp}, plan=plan)
+    else:
+        want = hf.double(codegen)(ids).logits
+        for found in run_ranks(TWO, lambda ctx: tpcore.parallelize(hf.double(codegen), plan=plan)(ids).logits):
+            torch.testing.assert_close(found, want, rtol=ROUNDS, atol=ROUNDS)
 
 
 def test_all_misfits_are_named_with_the_degrees_that_fit() -> None:

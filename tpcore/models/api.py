@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import os
 from collections import Counter
@@ -22,6 +21,7 @@ from ..runtime.context import ParallelContext, current, use
 from ..train.pipeline import PipelinedLayers, find_layers, pipelined_layers
 from . import plan as styles
 from . import quantized
+from .arguments import takes
 from .context import context_of, cut_context
 from .cuts import Cut, attentions, decide, inside
 from .dispatch import Dispatch
@@ -233,7 +233,7 @@ def _into_stages(model: nn.Module, cuts: list[Cut], num_microbatches: int) -> li
     """Keep only this stage's layers in the model; return the cuts of modules that it still has."""
     layers = pipelined_layers(model, num_microbatches)
     layers.shared = ("cache_position",)  # whose first dim is never the batch
-    if "use_cache" in inspect.signature(model.forward).parameters:
+    if takes(model, "use_cache"):
         model.register_forward_pre_hook(_no_cache, with_kwargs=True)
     model.register_forward_pre_hook(partial(_same_batch, layers), with_kwargs=True)
     for module in {model, cast(nn.Module, model.base_model)}:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from ..errors import BackendError
 from ..trace.api import parallel_model_trace
 from ..trace.serve.model import TensorParallelModel
+from .arguments import cache_argument, cache_of, takes
 from .experts import dropping_nothing
 
 
@@ -39,13 +39,13 @@ class CachedModel(nn.Module):
 
     def __init__(self, model: Any, max_length: int, batch_size: int) -> None:
         super().__init__()
-        _check_takes_cache(model, max_length)
+        self._argument = _check_takes_cache(model, max_length)
         self.model, self.max_length = model.eval(), max_length
         ids = torch.arange(batch_size * 4, device=model.device).view(batch_size, 4) % 7 + 1
         with dropping_nothing(model):
             with torch.no_grad():
                 whole = model(input_ids=ids, use_cache=True)
-            self._layers = self._register(whole.past_key_values)
+            self._layers = self._register(cache_of(whole))
             model.get_output_embeddings().register_forward_pre_hook(self._keep_last)
             self._check(ids, whole.logits)
 
@@ -61,6 +61,8 @@ class CachedModel(nn.Module):
                     size = t.shape[0], t.shape[1], self.max_length + 1, t.shape[3]
                     buffer = torch.zeros(size, dtype=t.dtype, device=t.device)  # not of its class: a checked run's part
                     self.register_buffer(f"{kind}_{number}", buffer, persistent=False)
+        if not numbers:
+            raise ValueError(_NO_CACHE.format(type(self.model).__name__))
         return numbers
 
     def forward(self, input_ids: Tensor, start: Tensor, last: Tensor) -> tuple[Tensor, ...]:
@@ -73,8 +75,8 @@ class CachedModel(nn.Module):
         mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, torch.finfo(dtype).min)
         buffers = {n: (self.get_buffer(f"keys_{n}"), self.get_buffer(f"values_{n}")) for n in self._layers}
         cache = _Buffers(buffers, positions.clamp(max=self.max_length))
-        inputs = {"input_ids": input_ids, "attention_mask": mask, "past_key_values": cache, "use_cache": True}
-        if _takes(self.model, "position_ids"):
+        inputs = {"input_ids": input_ids, "attention_mask": mask, self._argument: cache, "use_cache": True}
+        if takes(self.model, "position_ids"):
             inputs["position_ids"] = positions.clamp(max=self.max_length - 1)
         self._last: Tensor | None = last
         try:
@@ -118,10 +120,6 @@ class CachedModel(nn.Module):
             )
 
 
-def _takes(model: nn.Module, argument: str) -> bool:
-    return argument in inspect.signature(model.forward).parameters
-
-
 def longrope_length(config: Any) -> int:
     """Up to how many tokens longrope has its short factors; 0 for other positions."""
     rope = getattr(config, "rope_parameters", None) or {}
@@ -130,12 +128,14 @@ def longrope_length(config: Any) -> int:
     return int(max(lengths, default=0))
 
 
-def _check_takes_cache(model: Any, max_length: int) -> None:
-    """ValueError for a model that cannot keep that many tokens in buffers."""
-    kind, config = type(model).__name__, model.config
-    head = model.get_output_embeddings()
-    if head is None or config.is_encoder_decoder or not _takes(model, "past_key_values"):
-        raise ValueError(f"{kind} is no causal language model that takes past_key_values")
+_NO_CACHE = "{} is no causal language model that takes a cache of keys and values"
+
+
+def _check_takes_cache(model: Any, max_length: int) -> str:
+    """The argument of the cache. ValueError for a model that cannot keep that many tokens in buffers."""
+    kind, config, argument = type(model).__name__, model.config, cache_argument(model)
+    if argument is None or config.is_encoder_decoder or model.get_output_embeddings() is None:
+        raise ValueError(_NO_CACHE.format(kind))
     config = config.get_text_config()
     forgotten = "and older ones would have to be forgotten"
     for name, meaning in (
@@ -149,6 +149,7 @@ def _check_takes_cache(model: Any, max_length: int) -> None:
             limit = longrope_length(config)
         if isinstance(limit, int) and 0 < limit < max_length:
             raise ValueError(f"max_length={max_length}: {kind} has {name}={limit} {meaning}; choose {limit}")
+    return argument
 
 
 def trace_causal_lm(

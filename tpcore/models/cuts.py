@@ -15,7 +15,7 @@ from torch import nn
 from ..layout.shard import Block, ShardSpec
 from . import plan
 from .experts import specs_of
-from .heads import Need, check_order, fused, grouped, head_size
+from .heads import Need, fused, grouped, groups, head_size
 from .plan import Rule, rule_of, unknown_style, wildcard
 from .source import Flow
 
@@ -159,22 +159,22 @@ def _queries(matched: list[tuple[str, nn.Module, Rule]]) -> dict[str, int]:
 def _cut(model: nn.Module, name: str, module: nn.Module, rule: Rule, queries: Mapping[str, int]) -> Cut:
     owner = model.get_submodule(name.rpartition(".")[0])
     width = queries.get(name.rpartition(".")[0], 0)
-    if rule in (plan.COLUMN, plan.QKV_COLUMN) or not isinstance(rule, str):
-        check_order(name, owner)
+    columns = rule in (plan.COLUMN, plan.QKV_COLUMN) or not isinstance(rule, str)
     blocks: tuple[Block, ...] | None = None
-    needs: list[Need] = []
+    needs = groups(name, owner, rule) if columns else []
     if not isinstance(rule, str):
         blocks, size = tuple(Block(*block) for block in rule), head_size(owner)
         # in an attention a unit of several heads is a key/value head with its queries
         kinds = ["key/value heads" if size and b.unit > size else "units" for b in blocks]
-        needs = [Need(name, b.size // b.unit, k, b.replicate) for b, k in zip(blocks, kinds, strict=True)]
+        needs += [Need(name, b.size // b.unit, k, b.replicate) for b, k in zip(blocks, kinds, strict=True)]
     elif isinstance(module, nn.Embedding):
         needs = [Need(name, module.embedding_dim, "heads")] if rule == plan.EMBEDDING_HEADS else []
     elif rule == plan.COLUMN:
         block, need = grouped(name, owner, features(module)[1], width)
-        blocks, needs = (block,), [need]
+        blocks, needs = (block,), [*needs, need]
     elif rule == plan.QKV_COLUMN:
-        blocks, needs = fused(name, owner, features(module)[1], width)
+        blocks, more = fused(name, owner, features(module)[1], width)
+        needs += more
     elif rule == plan.ROW:
         needs = [Need(name, features(module)[0], "input features")]
     elif rule in (plan.PACKED_COLUMN, plan.PACKED_ROW):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ from ..layers.context_parallel import Way
 from ..layers.tokens import TokenOrder
 from ..runtime.consensus import WHOLE_BATCH, compare_ranks
 from ..runtime.context import current
+from .arguments import CACHES, named, takes
 
 IGNORED = -100
 """The label of tokens that no loss counts: transformers' own."""
@@ -53,7 +53,7 @@ class DealtTokens:
 
     def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A hook: this rank's part of the arguments of the model's forward."""
-        kwargs = _named(model, args, kwargs)
+        kwargs = named(model, args, kwargs)
         self._check(model, kwargs)
         if not self._dealt(kwargs):
             self._compare({name: torch.as_tensor(kwargs[name]) for name in _KNOWN if kwargs.get(name) is not None})
@@ -74,14 +74,14 @@ class DealtTokens:
 
     def enter(self, base: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A hook of the model below the head, where routers are."""
-        kwargs = _named(base, args, kwargs)
+        kwargs = named(base, args, kwargs)
         mask = kwargs.pop(_DOCUMENTS, kwargs.get("attention_mask"))
         if not self._dealt({**kwargs, "attention_mask": mask}):
             raise ValueError(
                 f"{type(base).__name__} has one rank's tokens with context parallelism, which the model around it "
                 "deals: call that one, or pass what tpcore.shard_sequence makes of the batch"
             )
-        if "use_cache" in inspect.signature(type(base).forward).parameters:
+        if takes(base, "use_cache"):
             kwargs["use_cache"] = False
         return (), {**kwargs, "attention_mask": mask if mask.numel() else None}
 
@@ -163,9 +163,10 @@ class DealtTokens:
         if kwargs.get("return_dict") is False:
             raise ValueError("return_dict=False with context parallelism: leave it out, the loss is .loss")
         logits_to_keep = not isinstance(kwargs.get("logits_to_keep"), Tensor) and kwargs.get("logits_to_keep")
-        if kwargs.get("past_key_values") is not None or kwargs.get("use_cache") or logits_to_keep:
+        cached = kwargs.get("use_cache") or any(kwargs.get(name) is not None for name in CACHES)
+        if cached or logits_to_keep:
             raise ValueError(
-                "use_cache=True, past_key_values or logits_to_keep with context parallelism, which is for whole "
+                f"use_cache=True, {' or '.join(CACHES)} or logits_to_keep with context parallelism, which is for whole "
                 "sequences: generate on a model that was parallelized without it"
             )
         others = [n for n, v in kwargs.items() if isinstance(v, Tensor) and v.ndim and n not in _KNOWN]
@@ -214,11 +215,6 @@ class DealtTokens:
     def count(self, labels: Tensor) -> Tensor:
         """The number of labels that count, of all ranks."""
         return self.comm.all_reduce((labels != IGNORED).sum().reshape(1)).squeeze(0)
-
-
-def _named(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    names = [n for n in inspect.signature(type(model).forward).parameters if n != "self"]
-    return dict(zip(names, args, strict=False)) | kwargs
 
 
 def _tokens_of(kwargs: Mapping[str, Any]) -> Tensor:

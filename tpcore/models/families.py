@@ -52,6 +52,7 @@ def _latent(config: Any) -> Rules:
         "layers.*.self_attn.softmax_scaling": "local_params",
         "layers.*.self_attn.softmax_scaling.{scale,bias}": "colwise",
         "layers.*.self_attn.indexer": "replicate",
+        "rotary_emb": "replicated_with_grad_allreduce",  # Mistral Large 4 learns its angles
     }
 
 
@@ -94,7 +95,7 @@ FAMILIES = (
     ),
     # families with a plan in transformers for which these rules are better, down to Phi-3: their own gathers q|k|v and
     # both halves of a gated MLP. Apertus' activation has parameters, whose gradients are summed
-    Family("apertus", more={"layers.*.mlp.act_fn": "replicated_with_grad_allreduce"}),
+    Family("apertus apertus1p5_text", more={"layers.*.mlp.act_fn": "replicated_with_grad_allreduce"}),
     Family(
         "glm glm4 glm4v_text glm_image_text glm_ocr_text",
         rows="layers.*.mlp.down_proj",
@@ -131,7 +132,7 @@ FAMILIES = (
     ),
     # an indexer of tokens is whole on each rank, and gives numbers, through which no gradient passes
     Family(
-        "axk2 deepseek_v32 dots3_note_text glm_moe_dsa hy_v4",
+        "axk2 deepseek_v32 dots3_note_text glm_moe_dsa hy_v4 hy_v4_vl_text",
         more={"layers.*.self_attn.{indexer,q_a_proj}": "replicate"},
     ),
     # attention that reads values of all heads at once stays whole, beside experts and MLPs that do not

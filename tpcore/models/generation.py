@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from collections.abc import Callable
 from functools import wraps
@@ -15,10 +16,12 @@ from torch import Tensor, nn
 
 from ..checkpoint.dtensor import device_mesh
 from ..comm.comm import Comm
+from ..errors import BackendError
 from ..runtime.consensus import compare_ranks, gather_bytes
 from ..runtime.context import ParallelContext
 from ..runtime.random import get_state, set_state
 from ..settings import LOCAL_WORLD_SIZE
+from .arguments import cache_of
 
 _SHARE = 0.5
 """The share of a host's free memory that the caches of its ranks may take together."""
@@ -49,7 +52,7 @@ def batch_alike(model: nn.Module, ctx: ParallelContext) -> None:
         heads = _local_heads(self)
         config = _sized(continuous_batching_config, self, workload_hints, heads, ctx)
         if ctx.comm("tp").size == 1:
-            return _paged(original(self, generation_config, config, workload_hints), heads)
+            return _with_heads(_paged(original(self, generation_config, config, workload_hints), heads), heads)
         self.__dict__["_device_mesh"] = device_mesh(ctx, {axis: n for axis, n in ctx.mesh.axes.items() if n > 1})
         try:
             manager = original(self, generation_config, config, workload_hints)
@@ -66,7 +69,7 @@ def _local_heads(model: Any) -> int:
     """How many key and value heads a rank has, whatever the plan has made of them: as its cache of one token says."""
     ids = torch.ones(1, 1, dtype=torch.int64, device=model.device)
     with torch.no_grad():
-        cache = model(input_ids=ids, use_cache=True).past_key_values
+        cache = cache_of(model(input_ids=ids, use_cache=True))
     keys = [getattr(layer, "keys", None) for layer in getattr(cache, "layers", ())]
     heads = {t.shape[1] for t in keys if isinstance(t, Tensor) and t.ndim == 4}
     if len(heads) != 1:
@@ -79,35 +82,45 @@ def _local_heads(model: Any) -> int:
 
 def _paged(manager: Any, heads: int) -> Any:
     """The ``manager``, if its model's attention takes the keys and values of earlier tokens from the paged cache.
-    ValueError for attention of its own, which would see those of other requests, and for sizes that the cache has not.
+    ValueError for attention of its own, which would see those of other requests, for sizes that the cache has not, and
+    for models that ask more of it than it has.
     """
     from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
     found: set[tuple[int, int, int]] = set()
+    takes = inspect.signature(PagedAttentionCache.update)
 
     class Cache(PagedAttentionCache):  # attention functions ask for this class
         def __init__(self) -> None:
             pass
 
-        def update(self, key_states: Tensor, value_states: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
-            found.add((key_states.shape[1], key_states.shape[3], value_states.shape[3]))
-            return key_states, value_states
+        def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+            keys, values = [*takes.bind(self, *args, **kwargs).arguments.values()][1:3]
+            found.add((keys.shape[1], keys.shape[3], values.shape[3]))
+            return keys, values
 
     model, kind = manager.model, type(manager.model).__name__
     config, implementation = model.config.get_text_config(), str(model.config._attn_implementation)
     capped = getattr(config, "attn_logit_softcapping", None) and "flash" not in implementation
     ids = torch.ones(1, 1, dtype=torch.int64, device=model.device)
-    with torch.no_grad():
-        model(input_ids=ids, position_ids=ids - 1, use_cache=False, cache=Cache())
-    size = _head_size(config)
-    if found == {(heads, size, size)} and not capped:
+    size, error = _head_size(config), ""
+    try:
+        with torch.no_grad():
+            model(input_ids=ids, position_ids=ids - 1, use_cache=False, cache=Cache())
+    except BackendError:
+        raise
+    except Exception as e:  # noqa: BLE001  whatever a model does with a cache that is not what it expects
+        error = f"asks something else of its cache ({type(e).__name__}: {e})"
+    if found == {(heads, size, size)} and not capped and not error:
         return manager
     if manager._original_attn_impl is not None:  # as manager.stop() does, of one that has started
         model.set_attn_implementation(manager._original_attn_impl)
     why = f"has heads with keys and values of sizes {sorted(sizes[1:] for sizes in found)}, and the cache one of {size}"
     if capped:
         why = f"has capped scores, which its attention {implementation!r} leaves out"
-    if not found:
+    if error:
+        why = error
+    elif not found:
         why = "has attention of its own, which leaves keys and values out of the cache"
     raise ValueError(
         f"continuous batching with its paged cache: {kind} {why}; call generate, or tpcore.models.trace_causal_lm"

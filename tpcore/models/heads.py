@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from ..comm import mappings as ops
 from ..comm.comm import Comm
 from ..layout.shard import Block
-from .plan import wildcard
+from .plan import COLUMN, Rule, wildcard
 from .source import says
 
 _HEAD_SIZE = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size", "attention_head_dim")
 _HEAD_COUNT = ("num_heads", "num_attention_heads", "num_attn_heads", "n_heads", "n_head", "nhead")
-_LOCAL = (*_HEAD_COUNT, "all_head_size", "split_size")
+_LOCAL = (*_HEAD_COUNT, "all_head_size", "split_size", "mp_num")
 _LOCAL_KV = ("num_key_value_heads", "num_kv_heads")
 _LOCAL_WIDTH = ("inner_dim", "embed_dim", "hidden_size", "attn_dim", "projection_dim", "kv_dim")
 
@@ -88,13 +88,18 @@ def grouped(name: str, owner: nn.Module, size: int, queries: int) -> tuple[Block
     return Block(size, unit, replicate=shared), Need(name, size // unit, what, shared)
 
 
-def check_order(name: str, owner: nn.Module) -> None:
-    """ValueError for CodeGen's q|v|k, in four groups of heads: forward reads four, whatever a rank has."""
-    if "mp_num" in inspect.unwrap(type(owner).forward).__code__.co_varnames:
+def groups(name: str, owner: nn.Module, rule: Rule) -> list[Need]:
+    """What CodeGen's q|v|k need, which are those of groups of heads. ValueError where forward would read parts of other
+    groups: by a ``rule`` that parts them, and wherever it reads four, whatever a rank has."""
+    count = getattr(owner, "mp_num", None)
+    if isinstance(count, int) and rule == COLUMN:
+        return [Need(name, count, "groups of heads")]
+    if count is not None or "mp_num" in inspect.unwrap(type(owner).forward).__code__.co_varnames:
         raise ValueError(
-            f"{name} ({type(owner).__name__}) holds q|v|k of four groups of heads, and forward reads four "
-            f"of them on every rank: plan={{{wildcard(name)!r}: 'replicate'}} leaves it whole"
+            f"{name} ({type(owner).__name__}) holds q|v|k of four groups of heads, and forward would read others "
+            f"with {rule!r}: plan={{{wildcard(name)!r}: 'replicate'}} leaves it whole"
         )
+    return []
 
 
 def fused(name: str, owner: nn.Module, size: int, queries: int) -> tuple[tuple[Block, ...], list[Need]]:

@@ -30,8 +30,8 @@ XLA_CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/tpcore/xla-$(XLA_KEY)
 XLA_PROJECT := $(XLA_VENV)/.project-$(XLA_KEY)-$(subst $(VENV)/.project-,,$(PROJECT))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-xla demo demo-llama demo-lora test test-all test-slow beside test-oldest test-xla drills lint types \
-    docs bench correctness lock clean
+.PHONY: help venv venv-xla demo demo-llama demo-lora test test-all test-slow beside test-oldest test-newest test-xla drills lint types \
+    docs bench correctness lock lock-newest clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -60,9 +60,9 @@ test: venv  ## every law and error once, and the style: 10 to 12 minutes on 2 co
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not slow and not drill"
 
-test-all:  ## what make test leaves out: full products, mutants, hosts, XLA replicas, the oldest transformers, types, pages
+test-all:  ## what make test leaves out: full products, mutants, hosts, XLA replicas, the oldest and newest of other libraries, types, pages
 	@$(MAKE) --no-print-directory --jobs=2 test-slow beside
-	@$(MAKE) --no-print-directory test-oldest
+	@$(MAKE) --no-print-directory test-oldest test-newest
 	@$(MAKE) --no-print-directory test-xla
 
 test-slow: venv
@@ -70,7 +70,7 @@ test-slow: venv
 
 # While tests wait, for processes and time-outs, what the next steps need is installed, and the static checks run.
 beside: venv
-	@nice $(MAKE) --no-print-directory $(DOCS_DONE) $(OLDEST_AT)/.done venv-xla
+	@nice $(MAKE) --no-print-directory $(DOCS_DONE) $(OLDEST_AT)/.done $(NEWEST_PROJECT) venv-xla
 	@nice $(MAKE) --no-print-directory types docs
 
 drills: venv venv-xla  ## hours of faults, kills, damaged files, and all dtypes everywhere
@@ -88,6 +88,31 @@ test-oldest: venv $(OLDEST_AT)/.done  ## parallelize with the oldest release of 
 
 $(OLDEST_AT)/.done:
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --target $(OLDEST_AT) transformers==$(OLDEST).*
+	@touch $@
+
+# What the ranges of pyproject.toml admit beyond the lock lies in an environment over .venv, which has torch.
+NEWEST := transformers accelerate peft trl torchao fastapi starlette uvicorn openai typer pytest
+NEWEST_VENV := .venv-newest
+NEWEST_LOCK := requirements/lock-newest.txt
+NEWEST_PROJECT := $(NEWEST_VENV)/.project-$(firstword $(shell cat $(LOCK) $(NEWEST_LOCK) | cksum))-$(notdir $(PROJECT))
+# All tests of files that name one of them, by itself or by a helper, and TRL's and torchao's, which are not in .venv.
+NEWEST_TESTS = $(shell grep -lrE '\<($(subst $() ,|,$(filter-out pytest,$(NEWEST)))|hf|families|pytester)\>' tests --include='test_*.py' \
+    | grep -v -e tests/xla -e test_trl)
+
+test-newest: $(NEWEST_PROJECT)  ## quick tests with the newest transformers, peft, trl, fastapi ... of lock-newest.txt
+	@$(NEWEST_VENV)/bin/python -c 'import sys; from importlib.metadata import version; \
+	    print(*(f"{name} {version(name)}" for name in sys.argv[1:]), sep="\n")' torch $(NEWEST)
+	$(NEWEST_VENV)/bin/python -m pytest -n 2 --dist loadfile -m "not slow and not drill" $(NEWEST_TESTS)
+	$(NEWEST_VENV)/bin/python -m pytest -n 2 --dist loadfile -m "not drill" tests/test_trl.py
+
+$(NEWEST_PROJECT): $(PROJECT)
+	$(BIN)/python -m venv --clear --without-pip $(NEWEST_VENV)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	    > $$($(NEWEST_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/locked.pth
+	$(NEWEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile $(PIP_ARGS) --no-deps \
+	    --requirement $(NEWEST_LOCK)
+	$(NEWEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation \
+	    --editable .
 	@touch $@
 
 test-xla: venv-xla  ## the tests of the neuron backend, on XLA replicas in an environment of their own
@@ -126,8 +151,18 @@ lock: venv  ## write the versions installed in .venv to the lock
 	    | LC_ALL=C sort -f >> $(LOCK).new # without what torch brings for one kind of device
 	mv $(LOCK).new $(LOCK)
 
+lock-newest: venv  ## ask the index for the newest releases that pyproject.toml admits beside the locked torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --dry-run --ignore-installed \
+	    --no-build-isolation --report $(NEWEST_LOCK).json '.[cli,trainer,peft,trl,serve,testing]' torchao \
+	    $$(grep '^torch==' $(LOCK))
+	@sed -n '/^#/p' $(NEWEST_LOCK) > $(NEWEST_LOCK).new
+	$(BIN)/python -c 'import json, sys; \
+	    [print("{name}=={version}".format(**row["metadata"])) for row in json.load(sys.stdin)["install"]]' \
+	    < $(NEWEST_LOCK).json | grep -v -E '^(tpcore|torch|nvidia-.*|cuda-.*|triton)==' | LC_ALL=C sort -f >> $(NEWEST_LOCK).new
+	@rm $(NEWEST_LOCK).json && mv $(NEWEST_LOCK).new $(NEWEST_LOCK)
+
 clean:  ## remove the environment and everything built
-	rm -rf $(VENV) $(XLA_VENV) $(DOCS_VENV) build dist site demo .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(XLA_VENV) $(DOCS_VENV) $(NEWEST_VENV) build dist site demo .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 venv: $(PROJECT)  ## the environment alone: .venv with the locked versions and tpcore, editable
 

@@ -79,7 +79,10 @@ class Trainer(transformers.Trainer):
             choice = choose_mesh(model, args, {} if isinstance(mesh, str) else mesh)
             zero1 = zero1 or choice.zero1
         self._zero1 = {} if zero1 is True else zero1
-        super().__init__(model, args, *more, **kwargs)
+        if more:
+            super().__init__(model, args, *more, **kwargs)
+        else:  # by name, for TRL's have other arguments between these two
+            super().__init__(model=model, args=args, **kwargs)
         check_arguments(self.args)
         check_cut(self.model)
         for module in self.model.modules():

@@ -45,7 +45,20 @@ def _absolute(module: str, node: ast.ImportFrom) -> str:
 
 
 ROOMS = (
-    *("errors", "settings", "log", "layout", "comm", "backend", "runtime", "c10d", "layers", "train", "checkpoint"),
+    *(
+        "log",
+        "extras",
+        "errors",
+        "settings",
+        "layout",
+        "comm",
+        "backend",
+        "runtime",
+        "c10d",
+        "layers",
+        "train",
+        "checkpoint",
+    ),
     *("processes", "trace", "models", "diagnose", "testing", "integrations", "nxd", "cli", "__main__"),
 )
 """A room imports only rooms before it."""

@@ -7,6 +7,8 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from .extras import tell_untested
+
 
 class BackendError(RuntimeError):
     """A backend is missing, is broken, or cannot run on this machine."""
@@ -39,7 +41,8 @@ class CheckpointError(RuntimeError):
 
 @contextmanager
 def extra(name: str, user: str) -> Iterator[None]:
-    """For imports that ``user`` needs of the extra ``name``: the error says how to install a missing library."""
+    """For imports that ``user`` needs of the extra ``name``: the error says how to install a missing library, a warning
+    which versions were tested."""
     try:
         yield
     except ModuleNotFoundError as e:
@@ -48,6 +51,7 @@ def extra(name: str, user: str) -> Iterator[None]:
             raise
         text = f"{user} needs {missing}, which is not installed: pip install 'tpcore[{name}]'"
         raise ModuleNotFoundError(text, name=e.name) from None
+    tell_untested(name)
 
 
 _NAMES = {s.value: s.name for s in signal.Signals}

@@ -16,13 +16,14 @@ import typer
 from .. import settings
 from ..backend import registry
 from ..errors import BackendError
+from ..extras import LIBRARIES, untested
 from ..runtime.init import default_backend
 from .console import echo, table_of, tell
 
 Section = dict[str, str]
 
 _PACKAGES = (
-    *("tpcore", "torch", "numpy", "safetensors", "pluggy", "transformers", "accelerate", "torch_xla"),
+    *("tpcore", "torch", "numpy", "safetensors", "pluggy", "transformers", "accelerate", "peft", "trl", "torch_xla"),
     *("torch-neuronx", "neuronx-cc", "neuronx-distributed", "optimum-neuron"),
 )
 _SHOWN = (
@@ -40,6 +41,7 @@ def report() -> dict[str, Section]:
             versions[name] = version(name)
         except PackageNotFoundError:
             versions[name] = "not installed"
+    versions |= {f"[{extra}]": "; ".join(found) for extra in LIBRARIES if (found := untested(extra))}
     places = (path for kind in ("neuron", "nvidia") for path in sorted(Path("/dev").glob(f"{kind}[0-9]*")))
     devices = {path.name: "there" for path in places} or {"accelerators": "none"}
     efa = sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))
@@ -123,6 +125,7 @@ def backends(as_json: bool = typer.Option(False, "--json", help="Print a JSON li
         table.add_row(info.name, f"{info.distribution} {info.version}", usable, sizes, traces)
         if text := info.remark if info.usable else info.reason:
             reasons.append(f"\n{info.name}: {text}")  # outside the table, which may break lines
+    reasons += [f"\n{sentence}" for extra in LIBRARIES for sentence in untested(extra)]
     tell([asdict(info) for info in installed], as_json, table, *reasons)
 
 

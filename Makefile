@@ -105,11 +105,12 @@ test-newest: $(NEWEST_PROJECT)  ## quick tests with the newest transformers, pef
 	$(NEWEST_VENV)/bin/python -m pytest -n 2 --dist loadfile -m "not slow and not drill" $(NEWEST_TESTS)
 	$(NEWEST_VENV)/bin/python -m pytest -n 2 --dist loadfile -m "not drill" tests/test_trl.py
 
+# compiled here, for what one of them writes would be a warning, and an error in tests, where it is compiled later
 $(NEWEST_PROJECT): $(PROJECT)
 	$(BIN)/python -m venv --clear --without-pip $(NEWEST_VENV)
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 	    > $$($(NEWEST_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/locked.pth
-	$(NEWEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile $(PIP_ARGS) --no-deps \
+	$(NEWEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps \
 	    --requirement $(NEWEST_LOCK)
 	$(NEWEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation \
 	    --editable .

@@ -64,6 +64,7 @@ NAMES: dict[str, dict[str, str]] = {
         "torch.distributed:ProcessGroup._reduce_scatter_base": "",
         "torch.distributed.distributed_c10d:_get_default_store": "()",
         "torch.nn:Module": "_forward_hooks _forward_pre_hooks _modules _parameters _non_persistent_buffers_set",
+        "torch.nn.utils.clip_grad:_clip_grads_with_norm_": "(parameters, max_norm, total_norm",
         "torch.utils:_pytree": "",
         "torch.utils._python_dispatch:TorchDispatchMode": "",
         "torch.utils._pytree:tree_map": "",
@@ -82,7 +83,7 @@ OTHERS = {
     "torch_xla": "_XLAC _check_tensor_need_materialization _get_stablehlo _get_xla_tensors_text _set_all_reduce_token "
     "_xla_counter_value _xla_get_default_device _xla_get_default_device_ordinal _xla_get_tensor_id "
     "_xla_set_default_device _xla_user_computation _xla_wait_device_ops _set_thread_isolation_mode",
-    "python": "_exit _current_frames _getframe _DummyThread _run_exitfuncs _asdict _fields",
+    "python": "_exit _xoptions _current_frames _getframe _DummyThread _run_exitfuncs _asdict _fields",
     "pytest": "_tw",
     "experts of transformers' models, asked for with hasattr": "_apply_gate",
 }

@@ -125,6 +125,9 @@ def freed(t: RankCheck) -> None:
     small call."""
     if t.ctx.device.type != "cpu" or not t.comm.eager or _allocated() is None:
         return
+    gc.collect()
+    frozen = gc.get_freeze_count()
+    gc.freeze()  # a collection passes over what is there now, and takes no time: without it garbage looks kept
     for primitive, (n, turns) in product(PRIMITIVES, ((1 << 14, 32), (4 * t.size, 100))):
         x = torch.ones(n - n % t.size, device=t.ctx.device)
         most = max(x.nbytes // 2, turns * 512)  # of 32 large results half of one
@@ -133,13 +136,14 @@ def freed(t: RankCheck) -> None:
         for _ in range(3):
             for _ in range(turns):
                 call(x.clone())
-            if seen and (_allocated() or 0) - seen[-1] > most:
-                gc.collect()  # takes long, and is rarely needed
+            gc.collect()
             seen.append(_allocated() or 0)
         # what grows in every round: buffers, and ranks in the same process, take their share in some of them
         grown = min(after - before for before, after in pairwise(seen))
         what = f"{turns} calls of {x.nbytes} bytes, whose results were dropped,"
         t.expect(grown <= most, f"{primitive}: {what} have left {grown} bytes in use")
+    if not frozen:
+        gc.unfreeze()
 
 
 class _Mallinfo2(ctypes.Structure):

@@ -62,16 +62,21 @@ def _compare(
     places: tuple[Place, Place],
     sends: tuple[Place, Place],
     roundings: tuple[tuple[int, int], tuple[int, int]],
+    times: Tensor | int = 1,
 ) -> None:
     """The output and all gradients. ``places``: this rank's parts of the input and of the output; ``sends``: what it
-    is given of the input and of the output's gradient; ``roundings``: of the output and of the input's gradient."""
+    is given of the input and of the output's gradient; ``roundings``: of the output and of the input's gradient.
+    ``times``: how many ranks compute an output, each of which sends a share of its gradient. The whole of it is a
+    multiple of the shares, and not they parts of it: a third is not a number of any dtype."""
     c.initial(layer, plain)
     data = torch.randn(*c.lead, layer.in_features).to(c.dtype)
     grad = torch.randn(*c.lead, layer.out_features).to(c.dtype)
     if isinstance(plain, _PlainConv1D):  # whose bias starts at zero
         plain.bias.data.normal_()
         layer.bias.data.copy_(c.shard_of(layer, "bias", plain.bias.detach()))
-    exact, sizes = (Reference(plain, lambda m, x: [m(x)], data, [grad], of) for of in (torch.clone, torch.abs))
+    exact, sizes = (
+        Reference(plain, lambda m, x: [m(x)], data, [grad.double() * times], of) for of in (torch.clone, torch.abs)
+    )
 
     x = c.leaf(sends[0](data))
     y = layer(x)
@@ -113,20 +118,16 @@ def linear(c: Cell) -> None:
         **c.sequence,
     )
 
-    def share(grad: Tensor) -> Tensor:
-        """This rank's part: 1 / the number of ranks that compute an output, of its gradient."""
-        copies = zip(spec.blocks, spec.block_copies(c.size), strict=True)
-        shares = torch.cat([torch.full((block.size,), 1 / times) for block, times in copies])
-        return part(grad * shares.to(grad.dtype), padding=GARBAGE)
-
     part = partial(c.features, spec=spec)
     whole = case.gather_output if column else not case.input_is_parallel
     sharded: Place = (lambda t: t) if whole else part
-    sent: Place = sharded if whole else share if column else partial(part, padding=GARBAGE)
+    sent: Place = sharded if whole else partial(part, padding=GARBAGE)
     if column:
         # two roundings to the dtype: of each rank's part, and of their sum, which is computed in a wider dtype
         roundings = (OTHER + 1, 2), (2 * size + c.size, 2)
-        _compare(c, layer, plain, (c.tokens, sharded), (c.tokens, sent), roundings)
+        copies = zip(spec.blocks, spec.block_copies(c.size), strict=True)
+        times = torch.cat([torch.full((block.size,), 1 if whole else n) for block, n in copies])
+        _compare(c, layer, plain, (c.tokens, sharded), (c.tokens, sent), roundings, times)
         return
     # three roundings: of each rank's part, of their sum, and of the sum with the bias
     roundings = (size + c.size + 1, 3), (OTHER, 1)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..comm.transport import CPU, PRIMITIVES, Op, Pending, Transport, inverse
+from ..comm.transport import CPU, PRIMITIVES, Op, Pending, Transport, as_stored, inverse
 from ..layout.mesh import Group
 from .supervision.waiting import Waiting
 
@@ -66,11 +66,13 @@ class C10dTransport(Transport):
             self._watch.enter(PRIMITIVES[primitive].describe(*arguments), x)
 
     def all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
-        return self.start_all_reduce(x, op, donate)()
+        # what waits at once may read the input until then
+        return self._started_maximum(as_stored(x))() if _floats(x, op) else self.start_all_reduce(x, op, donate)()
 
     def start_all_reduce(self, x: Tensor, op: Op, donate: bool) -> Pending:
-        if op == "max" and x.is_floating_point():
-            return self._started_maximum(x)
+        if _floats(x, op):
+            return self._started_maximum(copied(x))
+        x = as_stored(x)
         dtype = x.dtype
         wide = x if dtype in self.native else x.to(_STAND_IN.get(dtype, dtype))
         self._enter("all_reduce", x, op)
@@ -82,14 +84,14 @@ class C10dTransport(Transport):
     def _started_maximum(self, x: Tensor) -> Pending:
         """Gathered, then taken locally: gloo's own maximum has NaN or not, depending on the order of the ranks."""
         self._enter("all_reduce", x, "max")
-        x = x.detach().contiguous()
+        x = x.contiguous()
         rows = x.new_empty((self.size, *x.shape))
         gathered = self._pending(self._calls._allgather_base(self._wire(rows).view(-1), self._wire(x).view(-1)), rows)
         return lambda: gathered().amax(0)
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         self._enter("all_gather", x, dim)
-        x = x.detach().contiguous()
+        x = as_stored(x).contiguous()
         out = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
         self.finish(self._calls._allgather_base(self._wire(out), self._wire(x)))
         if dim == 0:
@@ -125,7 +127,7 @@ class C10dTransport(Transport):
         return received.movedim(0, concat_dim).flatten(concat_dim, concat_dim + 1).contiguous()
 
     def permute(self, x: Tensor, to: tuple[int, ...]) -> Tensor:
-        return self._started_permute(x.detach().contiguous(), to)()
+        return self._started_permute(as_stored(x).contiguous(), to)()
 
     def start_permute(self, x: Tensor, to: tuple[int, ...]) -> Pending:
         return self._started_permute(copied(x), to)
@@ -163,13 +165,19 @@ class C10dTransport(Transport):
 
     def _chunks(self, x: Tensor, dim: int) -> Tensor:
         """The members' chunks of ``x`` one after another in memory, in a new first dim."""
-        split = x.detach().reshape(*x.shape[:dim], self.size, x.shape[dim] // self.size, *x.shape[dim + 1 :])
+        split = as_stored(x).reshape(*x.shape[:dim], self.size, x.shape[dim] // self.size, *x.shape[dim + 1 :])
         return split.movedim(dim, 0).contiguous()
 
     def _wire(self, x: Tensor) -> Tensor:
         """Contiguous ``x`` in a dtype that the transport moves: as bytes if its own dtype is not native."""
-        return x if x.dtype in self.native else x.view(-1).view(torch.uint8)
+        # flat by its strides: those of no or one element may be any, and a view keeps them
+        return x if x.dtype in self.native else x.as_strided((x.numel(),), (1,)).view(torch.uint8)
+
+
+def _floats(x: Tensor, op: Op) -> bool:
+    """Whether this is a maximum of numbers among which may be NaN."""
+    return op == "max" and x.is_floating_point()
 
 
 def copied(x: Tensor) -> Tensor:
-    return x.detach().clone(memory_format=torch.contiguous_format)
+    return as_stored(x).clone(memory_format=torch.contiguous_format)

@@ -139,17 +139,23 @@ TABLE = (ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, BROADCAST, ALL_TO_ALL, PERMUTE)
 PRIMITIVES: Mapping[str, Primitive] = {p.name: p for p in TABLE}
 
 
+def as_stored(x: Tensor) -> Tensor:
+    """Outside of autograd, and not conjugated or negated lazily: its memory has its numbers."""
+    x = x.detach() if x.requires_grad else x
+    return x.resolve_conj().resolve_neg() if x.is_conj() or x.is_neg() else x
+
+
 class Transport(ABC):
     """Collectives over one group, written by a backend. ``Comm`` has checked the arguments.
 
     The contract: a group has more than one member; dims exist and are not negative; sizes to split are divisible.
-    Tensors may have any strides, zero elements or no dims. Inputs stay unchanged unless donated, and the caller may
-    change them as soon as a method, one that starts too, has returned. Outputs have the input's dtype; they are
-    the caller's own memory, contiguous, and outside of autograd: no later call writes to them. Values that are moved
-    and not summed arrive bit for bit, NaN too; a library that cannot keep the sign of zero, as XLA, says so in
-    ``loses`` of its conformance test. A sum rounds to the nearest number, denormal ones too. Every rank of a group gets
-    the same bits of a sum or maximum. All of this holds at every size, and at every call. Every rank that waits for a
-    lost one gets ``PeerLostError`` or ``CollectiveTimeoutError``, from each method.
+    Tensors may have any strides, zero elements or no dims, and be conjugated or negated lazily. Inputs stay unchanged
+    unless donated, and the caller may change them as soon as a method, one that starts too, has returned. Outputs have
+    the input's dtype; they are the caller's own memory, contiguous, and outside of autograd: no later call writes to
+    them. Values that are moved and not summed arrive bit for bit, NaN too; a library that cannot keep the sign of zero,
+    as XLA, says so in ``loses`` of its conformance test. A sum rounds to the nearest number, denormal ones too. Every
+    rank of a group gets the same bits of a sum or maximum. All of this holds at every size, and at every call. Every
+    rank that waits for a lost one gets ``PeerLostError`` or ``CollectiveTimeoutError``, from each method.
     """
 
     eager: ClassVar[bool] = True

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tpcore.c10d.transport import copied
 from tpcore.comm.signature import Call, place_of, word_of
-from tpcore.comm.transport import PRIMITIVES, Op, Pending, Transport, inverse
+from tpcore.comm.transport import PRIMITIVES, Op, Pending, Transport, as_stored, inverse
 from tpcore.layout.mesh import Group
 
 from .exchange import Announced, Exchange
@@ -77,8 +77,7 @@ class SharedTransport(Transport):
         return self._pg()
 
     def all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
-        plan, call = self._begin("all_reduce", x, op)
-        x = x.detach() if x.requires_grad else x
+        x, plan, call = self._begin("all_reduce", x, op)
         if plan.views is None:
             return self._summed_by_pieces(x, op, donate, call)
         parts = plan.views[self._exchange.next_buffer()]
@@ -91,12 +90,12 @@ class SharedTransport(Transport):
 
     def start_all_reduce(self, x: Tensor, op: Op, donate: bool) -> Pending:
         """What fits a buffer is visible at once. The sum is computed at the wait, or before the next collective."""
-        plan, call = self._begin("all_reduce", x, op)
+        x, plan, call = self._begin("all_reduce", x, op)
         if plan.views is None:
-            out = self._summed_by_pieces(x.detach(), op, donate, call)
+            out = self._summed_by_pieces(x, op, donate, call)
             return lambda: out
         parts = plan.views[self._exchange.next_buffer()]
-        parts[self.index].copy_(x.detach())
+        parts[self.index].copy_(x)
         return self._posted(call, lambda: folded(parts, _FOLD[op]))
 
     def _summed_by_pieces(self, x: Tensor, op: Op, donate: bool, call: Announced) -> Tensor:
@@ -124,8 +123,7 @@ class SharedTransport(Transport):
             out[:, cut].copy_(t[:, cut])
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        plan, call = self._begin("all_gather", x, dim)
-        x = x.detach()
+        x, plan, call = self._begin("all_gather", x, dim)
         if plan.views is not None and x.dtype.itemsize > 1:  # torch.cat refuses some one-byte dtypes
             parts = plan.views[self._exchange.next_buffer()]
             parts[self.index].copy_(x)
@@ -139,16 +137,16 @@ class SharedTransport(Transport):
         return out
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
-        _, call = self._begin("reduce_scatter", x, dim)
-        out = PRIMITIVES["reduce_scatter"].result(x.detach(), self.size, dim)
-        source = self._chunks(x.detach(), dim)
+        x, _, call = self._begin("reduce_scatter", x, dim)
+        out = PRIMITIVES["reduce_scatter"].result(x, self.size, dim)
+        source = self._chunks(x, dim)
         target = out.view(source.shape[1:])
         for at, every in self._pieces(call, source):
             folded([t[self.index] for t in every], torch.add, target[at])
         return out
 
     def broadcast(self, x: Tensor, src: int) -> Tensor:
-        _, call = self._begin("broadcast", x, src)
+        x, _, call = self._begin("broadcast", x, src)
         out = copied(x) if src == self.index else x.new_empty(x.shape)
         flat = out.view(1, -1)
         for at, every in self._pieces(call, flat, src == self.index):
@@ -157,9 +155,9 @@ class SharedTransport(Transport):
         return out
 
     def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Tensor:
-        _, call = self._begin("all_to_all", x, split_dim, concat_dim)
+        x, _, call = self._begin("all_to_all", x, split_dim, concat_dim)
         chunk = (*x.shape[:split_dim], x.shape[split_dim] // self.size, *x.shape[split_dim + 1 :])
-        source = self._chunks(x.detach(), split_dim)
+        source = self._chunks(x, split_dim)
         received = x.new_empty(source.shape)
         for at, every in self._pieces(call, source):
             for target, part in zip(received, every, strict=True):
@@ -167,22 +165,23 @@ class SharedTransport(Transport):
         return received.view(self.size, *chunk).movedim(0, concat_dim).flatten(concat_dim, concat_dim + 1).contiguous()
 
     def permute(self, x: Tensor, to: tuple[int, ...]) -> Tensor:
-        return self._permuted_by_pieces(x, to, self._begin("permute", x, to)[1])
+        x, _, call = self._begin("permute", x, to)
+        return self._permuted_by_pieces(x, to, call)
 
     def start_permute(self, x: Tensor, to: tuple[int, ...]) -> Pending:
         """Visible to its receiver at once, which copies it at the wait, or before the next collective."""
-        _, call = self._begin("permute", x, to)
+        x, _, call = self._begin("permute", x, to)
         if x.nbytes > self._exchange.room(x.nbytes, call, whole=True):
             out = self._permuted_by_pieces(x, to, call)
             return lambda: out
         every, sender = self._next_buffer(x.dtype, x.shape), inverse(to)[self.index]
         if to[self.index] >= 0:
-            every[self.index].copy_(x.detach())
+            every[self.index].copy_(x)
         return self._posted(call, lambda: every[sender].clone() if sender >= 0 else torch.zeros_like(every[self.index]))
 
     def _permuted_by_pieces(self, x: Tensor, to: tuple[int, ...], call: Announced) -> Tensor:
-        out = torch.empty_like(x, memory_format=torch.contiguous_format, requires_grad=False)
-        source, sender = x.detach().contiguous().view(1, -1), inverse(to)[self.index]
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        source, sender = x.contiguous().view(1, -1), inverse(to)[self.index]
         target = out.view(1, -1)
         for at, every in self._pieces(call, source, to[self.index] >= 0):
             if sender >= 0:
@@ -209,7 +208,7 @@ class SharedTransport(Transport):
         exchange.pending = complete
         return complete
 
-    def _begin(self, primitive: str, x: Tensor, *arguments: Any) -> tuple[_Plan, Announced]:
+    def _begin(self, primitive: str, x: Tensor, *arguments: Any) -> tuple[Tensor, _Plan, Announced]:
         key = primitive, arguments, x.shape, x.dtype
         plan = self._plans.get(key)
         if plan is None:
@@ -217,7 +216,7 @@ class SharedTransport(Transport):
         entry = self._note(plan.name, x)
         word = word_of(Call.of(*entry[1:]).key(True)) if self._places else plan.word
         site = entry[-1]
-        return plan, (word, 0 if site is None else place_of(plan.name, site), entry)
+        return as_stored(x), plan, (word, 0 if site is None else place_of(plan.name, site), entry)
 
     def _plan(self, primitive: str, x: Tensor, arguments: tuple[Any, ...]) -> _Plan:
         segment, n = self._segment, x.numel()

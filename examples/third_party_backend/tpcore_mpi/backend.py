@@ -38,7 +38,7 @@ class MPITransport(Transport):
         return self._exchanged(x, dim).sum(0, dtype=x.dtype)
 
     def broadcast(self, x: Tensor, src: int) -> Tensor:
-        out = x.detach().clone(memory_format=torch.contiguous_format)
+        out = x.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
         self._handle.Bcast(_bytes(out), root=src)
         return out
 
@@ -48,14 +48,21 @@ class MPITransport(Transport):
 
     def _gathered(self, x: Tensor) -> Tensor:
         """Everyone's tensor, one after the other in a new first dim."""
-        x = x.detach().contiguous()
+        x = x.detach().resolve_conj().resolve_neg().contiguous()
         out = x.new_empty((self.size, *x.shape))
         self._handle.Allgather(_bytes(x), _bytes(out))
         return out
 
     def _exchanged(self, x: Tensor, dim: int) -> Tensor:
         """Everyone's chunk for this rank, one after the other in a new first dim."""
-        sent = x.detach().unflatten(dim, (self.size, x.shape[dim] // self.size)).movedim(dim, 0).contiguous()
+        sent = (
+            x.detach()
+            .resolve_conj()
+            .resolve_neg()
+            .unflatten(dim, (self.size, x.shape[dim] // self.size))
+            .movedim(dim, 0)
+            .contiguous()
+        )
         received = torch.empty_like(sent)
         self._handle.Alltoall(_bytes(sent), _bytes(received))
         return received

@@ -48,7 +48,6 @@ def body(ctx, how):
 
 class TestPlain(Conformance):
     backend = "plain"
-    grace = 1.0
 
     def test_before(self, run, line):
         self._check(run(line, body, "is wrong"))

@@ -87,17 +87,9 @@ class NeedsItsLauncher(GlooBackend):
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )
 def test_it_is_found(kind: type[GlooBackend], way: str, says: str) -> None:
-    plan = Losses(kind, 200.0, 5.0, (way,), ("start_all_reduce" if kind is StartsAlone else "all_reduce",))
+    plan = Losses(kind, 60.0, (way,), ("start_all_reduce" if kind is StartsAlone else "all_reduce",))
     found, other = run_ranks(Mesh({"tp": 2}), lambda ctx: lost(ctx, plan))
     assert other == []
     # the time-out is longer on a machine with other work
     assert says in re.sub(r"timeout=[\d.]+", "timeout=5", "\n".join(found))
     assert ("RuntimeError: start me with mpirun" in found[0]) == (kind is NeedsItsLauncher)
-
-
-def test_the_first_way_that_is_wrong_is_the_last_that_is_tried() -> None:
-    """Under a launcher the other ranks wait for the result as long as for any collective."""
-    plan = Losses(RaisesItsLibrarysError, 200.0, 5.0, ("killed", "gone"), ("all_reduce",))
-    found, _ = run_ranks(Mesh({"tp": 2}), lambda ctx: lost(ctx, plan))
-    assert found
-    assert all(" is killed in all_reduce" in finding for finding in found)

@@ -69,15 +69,13 @@ def _unpacked(row: Tensor) -> list[str] | None:
 
 class Launched:
     """This process as one rank of a launcher's job. A rank that fails alone leaves the others in a collective, so it
-    ends its process if they do not receive its error within ``grace`` seconds, or if one test takes
-    ``timeout + grace``; launchers then end the other processes. ``say`` prints the reason, bypassing captured
-    output."""
+    ends its process if they do not receive its error within a sixth of the ``timeout``, the grace, or if one test takes
+    the time-out (a check's attribute ``timeouts`` says how many of them) and the grace; launchers then end the other
+    processes. ``say`` prints the reason, bypassing captured output."""
 
-    def __init__(
-        self, name: str, timeout: float = 60.0, grace: float = 10.0, say: Callable[[str], object] = sys.stderr.write
-    ) -> None:
+    def __init__(self, name: str, timeout: float = 60.0, say: Callable[[str], object] = sys.stderr.write) -> None:
         self.backend = load_backend(name)
-        self._timeout, self._grace, self._say = timeout, grace, say
+        self._timeout, self._grace, self._say = timeout, timeout / 6, say
         self.rank, self.world = self.backend.start(timeout)
         if 1 < (started := launched_world()) != self.world:
             self.backend.stop()
@@ -92,7 +90,10 @@ class Launched:
     def run(self, mesh: Mesh, fn: Callable[..., list[str]], *args: Any) -> list[list[str]]:
         key, first = tuple(mesh.axes.items()), not self._contexts
         ctx = self._contexts.setdefault(key, ParallelContext(self.backend, mesh, self.rank))
-        limit, what = self._timeout + self._grace, f"rank {self.rank} did not come to an end"
+        limit, what = (
+            self._timeout * getattr(fn, "timeouts", 1) + self._grace,
+            f"rank {self.rank} did not come to an end",
+        )
         try:
             with use(ctx), self._within(limit, what):
                 if first:
@@ -106,10 +107,17 @@ class Launched:
                 every = told(wrongs_here, ctx.world)
             self._findings += [f"{settings.TEST.text()}: {wrongs[0]}" for wrongs in every if wrongs][:1]
             return every
-        except BackendError:  # a backend that compares calls: the others are in another collective
-            if not failed:
-                raise
+        except BackendError as e:  # the others are lost, or in another collective: so are all tests that follow
+            if not failed:  # it is theirs to say why, before the launcher ends them
+                threading.Event().wait(self._grace)
+                what = f"rank {self.rank}: {type(e).__name__}: {e}\nThe ranks cannot tell each other what they found"
             self._end(what)
+
+    def seed(self, mine: int) -> int:
+        """The first rank's, which the others are told; their own where it does not arrive. Collective."""
+        world = ParallelContext(self.backend, Mesh({"dp": 1, "tp": self.world}), self.rank).world
+        (first, *_), *_others = told([str(mine)], world)
+        return int(first) if first.isdecimal() else mine
 
     def _choose_checks(self) -> None:
         """No comparison of the ranks' calls where all_gather, which carries it, is wrong: it would end every call, and

@@ -11,6 +11,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from contextlib import closing, nullcontext
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
@@ -30,9 +32,11 @@ from ...runtime.consensus import in_eager_mode
 from ...runtime.context import ParallelContext
 from ...runtime.init import init
 from .collectives import METHODS, Wrong, calls, differs
+from .launched import told
 
-TIMEOUT = 5.0
-"""Seconds that a collective of these jobs may wait, on a machine that has nothing else to do."""
+_SHORT, _LOADED = 12, 8
+"""A collective of these jobs may wait a twelfth of the kit's time-out; on a machine with other work up to eight times
+as long."""
 WAYS: Mapping[str, Callable[[], object]] = {
     "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "gone": lambda: os._exit(0),
@@ -44,20 +48,32 @@ _FORK = get_context("fork")
 
 
 class Losses(NamedTuple):
-    """The jobs to start. ``patience``: seconds for their ranks to start; ``slack``: for the error, beyond the
-    time-out."""
+    """The jobs to start. ``timeout``: the kit's; their ranks start in it, and have the error a third of it after their
+    own time-out."""
 
     kind: type[Backend]
-    patience: float
-    slack: float = 20.0
+    timeout: float = 60.0
     ways: Sequence[str] = tuple(WAYS)
     methods: Sequence[str] = METHODS
 
 
 def lost(ctx: ParallelContext, plan: Losses) -> Wrong:
     """Every rank that waits for a lost one gets an error that says so, in each method. Each way loses another rank."""
-    if ctx.rank:
-        return Wrong()
+    with ThreadPoolExecutor(1) as aside:
+        begun = aside.submit(_found, plan) if ctx.rank == 0 else None
+        over: list[str] = []
+        # the others wait while the first has these jobs, as long as this machine takes for them, and never long in
+        # one collective: its time-out would end this job, and all tests that follow
+        while not over:
+            ended = begun is not None and wait_for([begun], plan.timeout / _SHORT).done
+            over = told(["over"] if ended else [], ctx.world)[0]
+        return Wrong() if begun is None else begun.result()
+
+
+vars(lost)["timeouts"] = 2 * len(WAYS)  # in the worst case: they start, and have the error, late
+
+
+def _found(plan: Losses) -> Wrong:
     with tempfile.TemporaryDirectory() as name, closing(Processes()) as processes:
         folder = Path(name)
         (folder / "plan").write_bytes(pickle.dumps(plan))
@@ -137,16 +153,16 @@ def _findings(plan: Losses, way: str, lifeline: int, timeout: float, log: Path) 
                 ranks.append(_JobRank(plan, way, method, where, number))
                 ranks[-1].start(job, size, timeout, lifeline)
         left = [r for r in ranks if r.number != r.lost]
-        _wait(left, 1, plan.patience, lifeline)
+        _wait(left, 1, plan.timeout, lifeline)
         for rank in (r for r in left if not r.said):
-            status, end = rank.process.exitcode, f"in {plan.patience:g} s"
+            status, end = rank.process.exitcode, f"in {plan.timeout:g} s"
             if status is not None:
                 end = f"and rank {rank.number} ended with status {status}"
             return [
                 f"{size} processes with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set made no {rank.method} {end}: "
                 f"set starts = False if a launcher has to start them\n{_end(log)}"
             ]
-        _wait(left, 2, timeout + plan.slack, lifeline)
+        _wait(left, 2, timeout + plan.timeout / 3, lifeline)
         findings = [(r, r.finding(timeout)) for r in left]
         return [f"rank {r.lost} is {r.way} in {r.method}, and rank {r.number} {f}" for r, f in findings if f]
     finally:
@@ -182,12 +198,11 @@ def main(lifeline: str, name: str) -> None:
     # a rank that others keep from its first call is not lost: other work, and the three processes of each job here,
     # which mostly wait
     busy = os.getloadavg()[0] + len(plan.methods) / 2
-    timeout = TIMEOUT * min(8.0, max(1.0, busy / (os.cpu_count() or 1)))
+    timeout = plan.timeout / _SHORT * min(_LOADED, max(1.0, busy / (os.cpu_count() or 1)))
     # as each rank enters it: what that imports takes seconds, and here it is for all of them
     with in_eager_mode() if checked_calls() == ALL else nullcontext():
         for way in plan.ways:
-            if not findings:  # one is enough: the other ranks of the kit's own job wait no longer than their time-out
-                findings = _findings(plan, way, int(lifeline), timeout, folder / "log")
+            findings += _findings(plan, way, int(lifeline), timeout, folder / "log")
     (folder / "findings").write_bytes(pickle.dumps(findings))
 
 

@@ -18,6 +18,12 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("tpcore", "the conformance kit of tpcore's backends")
+    group.addoption("--kit-quick", action="store_true", help="a short run: few drawn calls, no test that takes long")
+    group.addoption("--kit-seed", type=int, metavar="N", help="draw the calls that a failure's message names again")
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     mark = metafunc.definition.get_closest_marker("tpcore")
     if mark is None:

@@ -37,8 +37,9 @@ class TestShared(Conformance):
     tested: ClassVar[str | type[Backend]] = "cpu_gloo"
     env: ClassVar[Mapping[str, str]] = {}
     worlds = (2, 4)
-    patience = 200.0  # beside other work
+    timeout = 200.0  # beside other work
     every = 35
+    seed, one_in = 1, 40
 
     @staticmethod
     def quick(test: str, params: Mapping[str, Any]) -> bool:
@@ -59,7 +60,7 @@ class TestShared(Conformance):
     def run(cls) -> Iterator[Run]:
         """Each world is one job for all tests: to start one costs more than most of them do."""
         with ExitStack() as stack:
-            pools = {n: stack.enter_context(RankPool(n, cls.patience, cls.tested)) for n in cls.worlds}
+            pools = {n: stack.enter_context(RankPool(n, cls.timeout, cls.tested)) for n in cls.worlds}
             yield lambda mesh, fn, *args: pools[mesh.size].run(mesh, fn, *args, env=cls.env, stay=True)
 
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from tpcore.comm.transport import Op
 from tpcore.layout.mesh import Mesh
-from tpcore.testing import ThreadBackend, run_ranks
+from tpcore.testing import ThreadBackend, matrix, run_ranks
 from tpcore.testing.conformance import Conformance
-from tpcore.testing.kit import training
+from tpcore.testing.kit import drawn, training
 from tpcore.testing.kit.collectives import PRIMITIVES, differs, right_values
 from tpcore.testing.kit.edges import full_float32
 from tpcore.testing.kit.launched import told
@@ -25,6 +25,7 @@ from tpcore.testing.threads import ThreadTransport
 class TestThreads(Conformance):
     worlds = (2, 3, 4)
     starts = False  # threads of one process
+    seed, one_in = 1, 20
 
     @staticmethod
     def quick(test: str, params: Mapping[str, Any]) -> bool:
@@ -50,6 +51,17 @@ class TestThreads(Conformance):
 def test_a_rank_alone_keeps_its_values(primitive: str) -> None:
     """A verification at tp=1 makes all calls, too."""
     assert run_ranks(Mesh({"tp": 1}), lambda ctx: right_values(ctx, primitive, torch.float32)) == [[]]
+
+
+@pytest.mark.parametrize("tp", [3, 5, 6, 7])
+def test_any_number_of_ranks_is_right(tp: int) -> None:
+    """Where a third of a gradient, or a chunk, is no round number."""
+
+    def check(ctx: Any) -> list[str]:
+        rows = [case for layer in ("column blocks", "qkv") for case in matrix.cases(layer, "fp64")[::3]]
+        return [*matrix.run(ctx, rows), *drawn.under_way(ctx, 1, 10, 1 << 13, ())]
+
+    assert run_ranks(Mesh({"tp": tp}), check) == [[]] * tp
 
 
 MESHES = [

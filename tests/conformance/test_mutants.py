@@ -748,6 +748,7 @@ def test_there_are_enough() -> None:
     assert {by.partition(" ")[0] for by, _ in FAULTS.values()} >= set(ALL) - {
         "test_there_are_ranks",
         "test_float32",  # a setting of the process, no transport: test_kit_threads.py
+        *("test_any_call", "test_under_way", "test_under_way_in_groups"),  # test_drawn.py
         "test_mixed",
         "test_layers",
         "test_training",

@@ -15,7 +15,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from contextlib import nullcontext
+from typing import Any
 
 from ..errors import extra
 from ..layout.mesh import Mesh
@@ -26,6 +27,9 @@ with extra("testing", __name__):
     import pytest
 
 __all__ = ["Conformance"]
+
+LONG = ("test_large", "test_sizes", "test_many", "test_freed", "test_lost_ranks", "test_layers", "test_traces")
+"""The tests that ``--kit-quick`` leaves out."""
 
 
 def _label(value: Any) -> str:
@@ -46,8 +50,13 @@ class Conformance(Contract):
     """Subclass it in a test file and set ``backend``. A class whose ``run`` fixture starts its own ranks sets
     ``worlds``."""
 
-    grace: ClassVar[float] = 10.0
-    """Seconds after which a rank that failed alone ends the job (see ``Launched``)."""
+    @pytest.fixture(autouse=True)
+    def _quick(self, request: pytest.FixtureRequest) -> None:
+        """With ``--kit-quick`` one in twenty of the calls that are drawn, and none of the tests that take long."""
+        if request.config.getoption("kit_quick", False):
+            if request.node.originalname in LONG:
+                pytest.skip("--kit-quick: this test takes long")
+            vars(self).update(one_in=20 * self.one_in, calls=200, large=self.large[:1])
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -56,12 +65,15 @@ class Conformance(Contract):
         capture = request.config.pluginmanager.get_plugin("capturemanager")
 
         def say(message: str) -> None:
-            if capture is not None:
-                capture.suspend_global_capture()
-            sys.stderr.write(message)
-            sys.stderr.flush()
+            with nullcontext() if capture is None else capture.global_and_fixture_disabled():
+                sys.stderr.write(message)
+                sys.stderr.flush()
 
-        job = Launched(cls.backend, grace=cls.grace, say=say)
+        job = Launched(cls.backend, cls.timeout, say)
+        seed = request.config.getoption("kit_seed", None)
+        cls.seed = job.seed(cls.seed if seed is None else seed)
+        if job.rank == 0:
+            say(f"\nthe kit draws calls with seed {cls.seed}: --kit-seed={cls.seed} draws them again\n")
         if job.rank:
             _leave_printing_to_rank_0(request.config, job.rank)
         yield job.run

@@ -103,7 +103,7 @@ def check(
 
 
 # values to try for an argument of this name: (number of dims, group size) -> values
-_TRIED: dict[str, Callable[[int, int], Sequence[Any]]] = {
+TRIED: dict[str, Callable[[int, int], Sequence[Any]]] = {
     "dim": lambda ndim, n: range(-ndim, ndim),
     "src": lambda ndim, n: range(n),
     "op": lambda ndim, n: ["sum"],
@@ -142,7 +142,7 @@ def divides(name: str) -> bool:
 def _arguments(primitive: Primitive, shape: torch.Size, n: int) -> Iterator[dict[str, Any]]:
     """Arguments to try on a tensor of this shape in a group of ``n``."""
     names = [name for name in primitive.arguments if name != "concat_dim"]
-    for chosen in itertools.product(*(_TRIED[name](len(shape), n) for name in names)):
+    for chosen in itertools.product(*(TRIED[name](len(shape), n) for name in names)):
         options = dict(zip(names, chosen, strict=True))
         if primitive.divides and shape[options[primitive.divides]] % n:
             continue
@@ -161,14 +161,14 @@ def calls(comm: Comm, name: str, every: list[Tensor], count: int | None = None) 
     for options in itertools.islice(_arguments(primitive, every[0].shape, comm.size), count):
         chosen = options | fixed
         # in the transport's form: dims are not negative, and a member that sends nothing has target -1
-        plain = [_plain(k, v, ndim) for k, v in chosen.items()]
+        plain = [plain_argument(k, v, ndim) for k, v in chosen.items()]
         want = primitive.meaning(every, me, *plain)
         how = " ".join(f"{k} {v}" for k, v in chosen.items() if k not in ("op", "donate"))
         out.append((how, _call(comm, name, of, chosen), want))
     return out
 
 
-def _plain(name: str, value: Any, ndim: int) -> Any:
+def plain_argument(name: str, value: Any, ndim: int) -> Any:
     if name.endswith("dim"):
         return value % ndim
     return tuple(-1 if t is None else t for t in value) if name == "to" else value
@@ -180,11 +180,17 @@ def _call(comm: Comm, name: str, of: str, options: dict[str, Any]) -> Callable[[
     return partial(getattr(comm, of), **options)
 
 
+def flat(x: Tensor) -> Tensor:
+    """In one dim, on the CPU. By strides: those of one element may be any, and a view keeps them."""
+    x = x.detach().cpu().contiguous().resolve_conj().resolve_neg()
+    return x.as_strided((x.numel(),), (1,))
+
+
 def differs(got: Tensor, want: Tensor) -> str:
     """A message if a result differs in value, dtype or shape; else empty."""
     if (got.dtype, got.shape) != (want.dtype, want.shape):
         return f"is {got.dtype} {tuple(got.shape)}, not {want.dtype} {tuple(want.shape)}"
-    got, want = (t.detach().cpu().contiguous().view(-1) for t in (got, want))
+    got, want = flat(got), flat(want)
     integers = {2: torch.int16, 4: torch.int32}.get(got.itemsize, torch.uint8)
     a, b = got.view(integers), want.view(integers)
     if torch.equal(a, b):

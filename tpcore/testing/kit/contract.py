@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from random import SystemRandom
 from typing import Any, ClassVar
 from unittest import SkipTest
 
@@ -16,7 +17,7 @@ from ...comm.transport import PRIMITIVES
 from ...layout.mesh import Mesh
 from .. import matrix
 from . import collectives as bodies
-from . import edges, lost, memory, programs, training
+from . import drawn, edges, lost, memory, programs, training
 from .launched import launched_world
 
 Run = Callable[..., list[list[str]]]
@@ -34,7 +35,7 @@ def meshes(world: int) -> list[Mesh]:
     return out
 
 
-OPTIONS = ("large", "most", "loses", "calls")
+OPTIONS = ("large", "most", "loses", "calls", "seed", "one_in")
 
 
 def _test(check: Callable[..., list[str]], arguments: str) -> Any:
@@ -62,8 +63,8 @@ class Contract:
     starts: ClassVar[bool] = True
     """Whether RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment make a process a rank: the kit
     then loses ranks of jobs of its own. False for a library whose launcher alone can start ranks."""
-    patience: ClassVar[float] = 25.0
-    """Seconds in which the ranks of such a job start."""
+    timeout: ClassVar[float] = 60.0
+    """Seconds that a collective may wait. All other times of the kit are parts or multiples of it."""
     every: ClassVar[int] = 7
     """Run every 7th case of each layer: 7 divides the length of no axis, so all values occur."""
     large: ClassVar[Sequence[int]] = edges.LARGE
@@ -72,6 +73,10 @@ class Contract:
     """Number of elements up to which every size is tried that is near a power of two."""
     calls: ClassVar[int] = 1100
     """Number of small calls of each method in a row. 70,000 are more than 16 bits count."""
+    seed: ClassVar[int] = SystemRandom().randrange(1 << 32)
+    """Of the calls that are drawn: where pytest runs on every rank the first rank's, or that of ``--kit-seed``."""
+    one_in: ClassVar[int] = 1
+    """Of the product of methods, switches, dtypes and sizes, calls of one point in so many are drawn."""
     loses: ClassVar[Sequence[str]] = ()
     """Properties of odd numbers that the backend's library loses: "the sign of zero", "NaN in a maximum",
     "denormal numbers" of sums."""
@@ -129,6 +134,9 @@ class Contract:
     test_joined = _test(bodies.joined, "line")
     test_values = _test(bodies.right_values, "line primitive dtype")
     test_moved_dtypes = _test(bodies.right_values, "line moving moved")
+    test_any_call = _test(drawn.any_call, "line method seed one_in most loses")
+    test_under_way = _test(drawn.under_way, "line seed one_in most loses")
+    test_under_way_in_groups = _test(drawn.under_way, "grid seed one_in most loses")
     test_strides = _test(memory.strided, "line primitive")
     test_empty = _test(bodies.empty, "line primitive")
     test_memory = _test(memory.memory, "line primitive")
@@ -154,7 +162,7 @@ class Contract:
         """A failure is in the time-out, or in what a rank gets that waits for a lost one."""
         if not self.starts:
             raise SkipTest("starts = False: the launcher of this backend ends a job in which a rank is lost")
-        self._check(run(first, lost.lost, lost.Losses(self.backend_class(), self.patience)))
+        self._check(run(first, lost.lost, lost.Losses(self.backend_class(), self.timeout)))
 
     test_transposes = _test(training.primitive_law, "line linear")
     test_transpose_law = _test(training.transpose_law, "line mapping")

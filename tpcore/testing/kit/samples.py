@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -55,3 +58,95 @@ def bits(shape: tuple[int, ...], position: int, dtype: torch.dtype, *, normal: b
         odd = ~(numbers.isfinite() & (numbers.abs() >= torch.finfo(real).tiny))
         out.view(-1, real.itemsize)[odd] = torch.ones(1).to(real).view(torch.uint8)
     return out.view(dtype).view(shape)
+
+
+def kinds(dtype: torch.dtype, reduced: str) -> tuple[str, ...]:
+    """Of numbers to send in a call, which is ``reduced`` by a sum or a maximum, or not."""
+    if not reduced or dtype is torch.bool:
+        return ("any",)
+    if dtype.is_complex:
+        return ("small",)
+    if not dtype.is_floating_point:
+        return "any", "whole"
+    return ("any", "near", "whole", "mixed") if reduced == "sum" else ("any", "near", "whole")
+
+
+class Numbers:
+    """Numbers for calls drawn at random, cut out of random bits of its own. Every sum of them has one right value, but
+    of "mixed" ones: at most two ranks' numbers of an element are not zero, or all are whole and small."""
+
+    def __init__(self, seed: int, loses: Sequence[str], most: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self._bank = torch.randint(0, 256, (16 * most + (1 << 20),), generator=generator, dtype=torch.uint8)
+        self._loses = loses
+
+    def of(
+        self,
+        kind: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        reduced: str,
+        place: int,
+        *,
+        position: int,
+        rank: int,
+        size: int,
+    ) -> Tensor:
+        """What ``rank``, which is at ``position`` of ``size``, sends. ``place``: where the bits are cut out."""
+        if kind in ("small", "whole"):
+            sent = values(shape, rank + place % 7, dtype)
+            return sent if kind == "small" else wide(shape, rank + place % 9973, dtype, size)
+        n, at = torch.Size(shape).numel(), place + 104_729 * rank
+        if dtype is torch.bool:
+            return (self._bits(at, n) % 2).bool().view(shape)
+        out = self._near(dtype, at, n, kind) if kind in ("near", "mixed") else self._any(dtype, at, n, reduced)
+        if reduced == "sum" and kind != "mixed":
+            turn = (torch.arange(n) + place - position) % size
+            second = 1 + place % max(1, size - 1) if dtype.is_floating_point else 0
+            out[(turn != 0) & (turn != second)] = 0
+        return out.view(shape)
+
+    def _bits(self, at: int, count: int) -> Tensor:
+        at = at * 16 % (len(self._bank) - count - 16) // 16 * 16
+        return self._bank[at : at + count]
+
+    def _any(self, dtype: torch.dtype, at: int, n: int, reduced: str) -> Tensor:
+        """Any bits, and in every few elements what is special: not finite, denormal, the least and the largest."""
+        out = self._bits(at, n * dtype.itemsize).view(dtype).clone()
+        real = torch.view_as_real(out).view(-1) if dtype.is_complex else out
+        if not real.is_floating_point() or real.dtype.itemsize < 2:
+            return out
+        info = torch.finfo(real.dtype)
+        tiny, small, most = info.tiny, info.tiny * info.eps, info.max
+        some = [
+            math.nan,
+            math.inf,
+            -math.inf,
+            0.0,
+            -0.0,
+            most,
+            -most,
+            most / 2,
+            tiny,
+            -tiny,
+            small,
+            -small,
+            1,
+            1 + info.eps,
+        ]
+        here = torch.arange(len(real))[at % 3 :: 2 + at % 7]
+        real[here] = torch.tensor(some, dtype=torch.float64).to(real.dtype)[(here * 5 + at) % len(some)]
+        if "the sign of zero" in self._loses:
+            real[real == 0] = 0
+        if reduced and "denormal numbers" in self._loses:
+            real[real.abs() < tiny / info.eps] = 0  # nor is the difference of two
+        if reduced == "max" and "NaN in a maximum" in self._loses:
+            real[real.isnan()] = 0
+        return out
+
+    def _near(self, dtype: torch.dtype, at: int, n: int, kind: str) -> Tensor:
+        """Numbers so near each other that sums are rounded, half-way too."""
+        bits, digits = self._bits(at, 8 * n).view(torch.int64), -round(math.log2(torch.finfo(dtype).eps))
+        apart = 2 if kind == "mixed" else digits + 3
+        size = (1 + (bits & ((1 << digits) - 1)) * 2.0**-digits) * 2.0 ** -((bits >> 55) % apart)
+        return torch.where(bits < 0, -size, size).to(dtype)

@@ -1,0 +1,228 @@
+"""The conformance kit's calls that are drawn at random: any call of any method equals its meaning."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from hashlib import blake2b
+from random import Random
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...comm.comm import Comm
+from ...comm.transport import Pending
+from ...errors import BackendError
+from .chance import Chance, DrawnCall
+from .collectives import METHODS, RankCheck, check, differs, flat, plain_argument
+from .placed import WAYS, Placed, placed
+from .samples import Numbers, kinds
+
+_UNDER_WAY, _KEPT, _TOLD = (0, 1, 3, 12, 40), 12, 8
+
+
+class _Expected(NamedTuple):
+    """What the result of a call has to be, up to what is ``allowed``; its description, and its short name."""
+
+    what: str
+    name: str
+    want: Tensor
+    allowed: Tensor | None
+
+
+class _Program:
+    """Calls of this rank. What ``chance`` draws is alike on all ranks; how memory lies, and in which order this rank
+    waits, is its ``own``."""
+
+    def __init__(
+        self, t: RankCheck, comms: Sequence[Comm], seed: int, name: str, loses: Sequence[str], most: int
+    ) -> None:
+        self.t, self.comms, self.most, self.seed = t, comms, most, seed
+        self._chance = Chance(f"{seed} {name}", comms, t.ctx.backend.capabilities, most)
+        self._own = Random(f"{seed} {name} {t.ctx.rank}")
+        self._numbers = Numbers(seed, loses, most + max(comm.size for comm in comms))
+        self._kept: deque[tuple[str, Tensor, Tensor]] = deque()
+        self._under_way: list[Callable[[], None]] = []
+        self._digests: dict[Comm, dict[str, float]] = {}
+
+    def run(self, methods: Sequence[str], one_in: int) -> None:
+        """One in ``one_in`` points of the product of methods, switches, dtypes and sizes, in any order."""
+        points = [p for method in methods for p in self._chance.points(method)]
+        self._chance.random.shuffle(points)
+        with ThreadPoolExecutor(1) as self._thread:
+            for number, point in enumerate(points[: -(-len(points) // one_in)]):
+                call = self._chance.call(number, *point)
+                sent = self._sent(call)
+                self._make(call, sent, f"call {number} of seed {self.seed}")
+                call, sent_again = self._like(call, sent)
+                if sent_again is not None:
+                    self._make(call, sent_again, f"call {number} again of seed {self.seed}")
+            self._wait(0)
+        while self._kept:
+            self._let_go()
+        for comm in self.comms:
+            digests = self._digests.get(comm, {})
+            names = sorted(digests)
+            told = comm.all_gather(torch.tensor([[digests[name] for name in names]]).to(self.t.ctx.device), 0).cpu()
+            for name, column in zip(names, told.t(), strict=True):
+                self._expect(bool((column == column[0]).all()), f"the ranks have different bits of {name}")
+
+    def _sent(self, call: DrawnCall) -> Placed:
+        sent = placed(self._own, self._own.choice(WAYS), call.shape, call.dtype, call.same, self.t.ctx.device)
+        differentiable = call.dtype.is_floating_point or call.dtype.is_complex
+        if "requires_grad" in sent.how and differentiable and not call.donated:
+            sent.x.requires_grad_()
+        return sent
+
+    def _like(self, call: DrawnCall, sent: Placed) -> tuple[DrawnCall, Placed | None]:
+        """Often a call like it: with the same tensor, in other memory or another mode, of another dtype or as a line.
+        What a backend keeps of the first must not show in the second."""
+        how = self._chance.random.choice(("", "", "tensor", "memory", "mode", "dtype", "line"))
+        if how == "tensor" and not call.donated:
+            return call, sent
+        if how == "mode":
+            call = call._replace(inference=not call.inference)
+        if how == "dtype":
+            dtypes = sorted(
+                {p[2] for p in self._chance.points(call.method) if p[1].items() <= call.options.items()}, key=str
+            )
+            dtype = self._chance.random.choice(dtypes)
+            call = call._replace(dtype=dtype, kind=self._chance.random.choice(kinds(dtype, call.reduced)))
+        if how == "line" and not {"dim", "split_dim"} & call.primitive.arguments.keys():
+            call = call._replace(shape=(math.prod(call.shape),), same=None)
+        return call, self._sent(call) if how else None
+
+    # -- a call and its result ------------------------------------------------------------------------------
+    def _make(self, call: DrawnCall, sent: Placed, name: str) -> None:
+        every, expected = self._expected(call, f"{call}, {sent.how}), {name},", f"{call.method}, {name}")
+        only = sent.x.detach()
+        if call.same is not None and call.shape[call.same] and not only.stride(call.same):  # one memory for all of them
+            only, every = only.narrow(call.same, 0, 1), every.narrow(call.same, 0, 1)
+        only.copy_(every)
+        before = sent.memory.clone()
+        with torch.inference_mode(call.inference):
+            made = self._named(expected.what, lambda: getattr(call.comm, call.method)(sent.x, **call.options))
+        if not call.donated:
+            self._expect(not sent.unlike(before, False), f"the input has changed: {expected.what}")
+        if not call.method.startswith("start_"):
+            self._judge(call, sent, before, made, expected)
+            return
+        if not call.donated:  # the caller may change it from now on
+            sent.memory.fill_(1)
+            before.fill_(1)
+        self._under_way.append(lambda: self._finish(call, sent, before, made, expected))
+        self._wait(self._chance.random.choice(_UNDER_WAY))
+
+    def _finish(self, call: DrawnCall, sent: Placed, before: Tensor, wait: Pending, expected: _Expected) -> None:
+        how, what = self._own.choice(("once", "twice", "in another thread")), expected.what
+        got = self._named(what, self._thread.submit(wait).result if how == "in another thread" else wait)
+        if how != "once":
+            again = wait()
+            self._expect(differs(again, got) == "", f"a second wait returns something else: {what}")
+        self._judge(call, sent, before, got, expected._replace(what=f"{what} waited for {how},"))
+
+    def _wait(self, most: int) -> None:
+        """Until no more than ``most`` are under way; for any of them, which differs by rank."""
+        while len(self._under_way) > most:
+            self._under_way.pop(self._own.randrange(len(self._under_way)))()
+
+    def _expected(self, call: DrawnCall, what: str, name: str) -> tuple[Tensor, _Expected]:
+        """What this rank sends, and what it has to receive."""
+        comm, place, ndim = call.comm, self._chance.random.randrange(1 << 20), len(call.shape)
+        members = comm.group.members(self.t.ctx.rank)
+        me = members.index(self.t.ctx.rank)
+        small = tuple(1 if d == call.same and n else n for d, n in enumerate(call.shape))
+        of = partial(self._numbers.of, call.kind, small, call.dtype, call.reduced, place, size=comm.size)
+        # by the rank as well as by its position: each group has numbers of its own
+        every = [of(position=p, rank=rank).expand(call.shape) for p, rank in enumerate(members)]
+        arguments = [plain_argument(name, call.options[name], ndim) for name in call.primitive.arguments]
+        want, allowed = call.primitive.meaning(every, me, *arguments).contiguous(), None
+        if call.kind == "mixed" and comm.size > 2:  # one rounding for each addend; two addends have one right sum
+            size = call.primitive.meaning([x.double().abs() for x in every], me, *arguments)
+            allowed = size * (comm.size * torch.finfo(call.dtype).eps)
+        return every[me], _Expected(what, name, want, allowed)
+
+    def _judge(self, call: DrawnCall, sent: Placed, before: Tensor, got: Tensor, expected: _Expected) -> None:
+        what, name, want, allowed = expected
+        if call.method.endswith("all_reduce"):
+            self._digests.setdefault(call.comm, {})[name] = _digest(got)
+        problem = _problem(got, want, allowed) if call.reduced else differs(got, want)
+        if problem:
+            self._say(f"{what} on rank {self.t.ctx.rank} {problem}")
+            return
+        self._expect(got.is_contiguous(), f"the result has strides {got.stride()} and is not contiguous: {what}")
+        self._expect(not got.requires_grad, f"the result is in an autograd graph: {what}")
+        self._expect(not (got.is_conj() or got.is_neg()), f"the result is conjugated or negated lazily: {what}")
+        if got.numel() and not call.donated:
+            new = got.untyped_storage().data_ptr() != sent.memory.untyped_storage().data_ptr()
+            self._expect(new, f"the result is the memory of the input: {what}")
+        with torch.inference_mode():
+            changed = sent.unlike(before, call.donated)
+        self._expect(not changed, f"the memory of the input, or about it, has changed: {what}")
+        self._kept.append((what, got, got.detach().clone()))
+        while len(self._kept) > _KEPT:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """The oldest result is as it was, and who writes to it changes no other."""
+        what, got, then = self._kept.popleft()
+        self._expect(not differs(got, then), f"a later call has changed the result: {what}")
+        with torch.inference_mode():
+            got.zero_()
+
+    def _named(self, what: str, make: Callable[[], Any]) -> Any:
+        try:
+            return make()
+        except BackendError:  # its message names ranks, and its type tells whether another's failure is the cause
+            raise
+        except Exception as e:
+            raise RuntimeError(f"{what} on rank {self.t.ctx.rank} raised {type(e).__name__}: {e}") from e
+
+    def _expect(self, holds: bool, what: str) -> None:
+        if not holds:
+            self._say(f"{what} on rank {self.t.ctx.rank}")
+
+    def _say(self, what: str) -> None:
+        if len(self.t.wrong) < _TOLD:
+            self.t.wrong.append(f"{what}\n  draw it again with --kit-seed={self.seed}")
+
+
+def _digest(got: Tensor) -> float:
+    """Of its bits, but a NaN may be any."""
+    got = flat(got)
+    got = torch.where(got.isnan(), 7.0, got) if got.is_floating_point() else got
+    return float(int.from_bytes(blake2b(got.view(torch.uint8).numpy().tobytes(), digest_size=2).digest(), "little"))
+
+
+def _problem(got: Tensor, want: Tensor, allowed: Tensor | None) -> str:
+    """As ``differs`` of reduced numbers: a NaN may have any bits, a zero any sign."""
+    if (problem := differs(got, want)) and (got.dtype, got.shape) == (want.dtype, want.shape):
+        got = got.detach().cpu()
+        right = (got == want) | (got.isnan() & want.isnan())
+        if allowed is not None:
+            right |= (got.double() - want.double()).abs() <= allowed
+        return differs(torch.where(right, want, got), want)
+    return problem
+
+
+@check
+def any_call(t: RankCheck, method: str, seed: int, one_in: int, most: int, loses: Sequence[str]) -> None:
+    """A failure is in some calls of this method: their arguments, dtype, size, numbers or memory, or what is under way
+    beside them."""
+    if t.comm.eager:
+        _Program(t, [t.comm], seed, method, loses, most).run([method], one_in)
+
+
+@check
+def under_way(t: RankCheck, seed: int, one_in: int, most: int, loses: Sequence[str]) -> None:
+    """A failure is in what calls of different methods, or over different groups, share."""
+    axes, halves = tuple(t.ctx.mesh.axes), [2] if t.ctx.mesh.size % 2 == 0 else []
+    tried = [*((a,) for a in axes), axes[:2], axes[:: max(1, len(axes) - 1)], axes, axes[::-1]]
+    comms = [*(t.ctx.comm(*names) for names in tried), *(t.ctx.comm(*axes, within=half) for half in halves)]
+    comms = list(dict.fromkeys(comm for comm in comms if comm.size > 1))
+    if t.ctx.world.eager:
+        _Program(t, comms, seed, "all", loses, min(most, 1 << 13)).run(METHODS, 8 * one_in)

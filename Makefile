@@ -17,7 +17,7 @@ VERSION := $(shell $(HERE) $(PYTHON) -c '$(ASK)' 2> /dev/null)
 LOCK := $(firstword $(wildcard requirements/lock-$(VERSION).txt) requirements/lock.txt)
 # Keyed on content, not on times: a fresh clone and a switched branch give files new times.
 DEPENDENCIES := $(VENV)/.lock-$(VERSION)-$(firstword $(shell cksum < $(LOCK)))
-PROJECT := $(VENV)/.project-$(firstword $(shell (cat pyproject.toml; grep ^__version__ tpcore/__init__.py) | cksum))
+PROJECT := $(VENV)/.project-$(firstword $(shell (cat pyproject.toml tpcore_pytest.py; grep ^__version__ tpcore/__init__.py) | cksum))
 
 # Large (7.6 GB), so that clones share it: it lies outside, under the key of its lock, and .venv-xla points there.
 XLA_VENV := .venv-xla

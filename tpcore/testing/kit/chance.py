@@ -69,7 +69,7 @@ class Chance:
 
     def points(self, method: str) -> Iterator[tuple[str, dict[str, Any], torch.dtype, Any]]:
         can, takes = self._can, inspect.signature(getattr(Comm, method)).parameters
-        switches = {"op": ("sum", "max"), "donate": (False, True)}
+        switches: dict[str, tuple[Any, ...]] = {"op": ("sum", "max"), "donate": (False, True)}
         for chosen in product(*([(name, v) for v in switches[name]] for name in switches if name in takes)):
             sums = PRIMITIVES[method.removeprefix("start_")].sums
             dtypes = can.sums()[dict(chosen).get("op", "sum")] if sums else {*can.dtypes, *can.moved}

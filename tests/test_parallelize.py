@@ -117,13 +117,6 @@ def test_an_odd_number_of_tokens_stays_whole() -> None:
     assert_equals_whole(llama, (2,), text(length=7), sequence_parallel=True)
 
 
-@each_rank(tp=2)
-def test_an_odd_number_of_tokens_and_checkpointing_is_an_error(ctx: tpcore.ParallelContext) -> None:
-    model = tpcore.parallelize(llama(), sequence_parallel=True)
-    with pytest.raises(ValueError, match="pad the batch to a multiple of 2"):
-        recomputed(model, text(length=7))
-
-
 def calls(make: Any = llama, **options: Any) -> dict[str, int]:
     """Collectives of one step of a model of two layers, by name, on rank 0."""
 

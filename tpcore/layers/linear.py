@@ -21,6 +21,7 @@ from .fused import column_linear, row_linear
 from .initial import Init, kaiming_uniform, uniform_bias
 from .module import Device, checked_plain, filled
 from .quantized import QuantizableLinear
+from .tokens import TokenRegion
 
 Result = Tensor | tuple[Tensor, Tensor | None]
 Linear = TypeVar("Linear", bound="ParallelLinear")
@@ -203,6 +204,9 @@ class RowParallelLinear(ParallelLinear):
         reduce_dtype: lowest precision for sums of outputs.
     """
 
+    region: TokenRegion | None = None
+    """Which says in each call whether there is a ``sequence_dim``."""
+
     def __init__(
         self,
         in_features: int,
@@ -233,14 +237,19 @@ class RowParallelLinear(ParallelLinear):
         cut = cut_features(self, "in_features", blocks, pad)
         self._declare(cut, 1, ShardSpec((out_features,)) if bias else None, init_method, dtype, device)
 
+    @property
+    def tokens_dim(self) -> int | None:
+        """The dim of the output along which tokens are spread in this call."""
+        return self.sequence_dim if self.region is None or self.region.is_active() else None
+
     def forward(self, x: Tensor) -> Result:
-        weight = self.weight.t() if self.transposed else self.weight
+        weight, dim = self.weight.t() if self.transposed else self.weight, self.tokens_dim
         y = self._matmul(self._enter(x, weight.shape[-1]), weight, None if self.skip_bias_add else self.bias)
-        if self.sequence_dim is not None:
-            y = self.as_part(y, self.sequence_dim, "tokens")
+        if dim is not None:
+            y = self.as_part(y, dim, "tokens")
         if not self.skip_bias_add:
             return y
-        if self.bias is None or self.sequence_dim is None:
+        if self.bias is None or dim is None:
             return y, self.bias
         # the caller adds it to this rank's tokens only, so its gradient is summed over the ranks
         return y, ops.copy(self.bias, self.tp, dtype=self.reduce_dtype)
@@ -249,11 +258,11 @@ class RowParallelLinear(ParallelLinear):
         takes = local if self.input_is_parallel else self.in_features
         if x.shape[-1] != takes:
             refuse_width(self, self.in_features, x, takes, self.input_is_parallel)
-        check_tokens_dim(self, self.sequence_dim, x.ndim)
+        check_tokens_dim(self, self.tokens_dim, x.ndim)
         return self.features.mask(x if self.input_is_parallel else self.features.scatter(x, self.tp), self.tp)
 
     def _matmul(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return row_linear(x, weight, bias, (self.tp, self.sequence_dim, self.reduce_dtype), self.weight_scale)
+        return row_linear(x, weight, bias, (self.tp, self.tokens_dim, self.reduce_dtype), self.weight_scale)
 
 
 def _conv1d_sizes(plain: nn.Module, layer: type[nn.Module]) -> tuple[int, int]:

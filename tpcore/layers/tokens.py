@@ -6,7 +6,7 @@ fewer than query heads. What a query sees is a function of places, so that no ma
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 
 import torch
@@ -58,6 +58,77 @@ class TokenOrder:
         """All ranks' tokens, in the order of the sequence. Backward sums the gradients of the ranks' copies."""
         gathered = ops.all_gather(x, self.comm, dim)
         return gathered.index_select(dim, self.all_places(gathered.shape[dim]).argsort()) if self.zigzag else gathered
+
+
+_MARK = (1, 1)
+"""Dims of activations between their tokens and their features that say that each rank has some of the tokens."""
+
+
+@dataclass(eq=False)
+class TokenRegion:
+    """Blocks between which each rank of ``comm`` has a chunk of the tokens, along dim 1, if ``comm`` divides their
+    number. The form of the hidden states between them says so, ``[batch, chunk, 1, 1, features]``, and what is
+    recomputed in backward starts from the same tensor: forwards may come in any order. Layers share one region."""
+
+    comm: Comm
+    active: bool = True
+    """Whether the tokens are cut in the block that runs. Outside of all blocks a part of one may be recomputed, and
+    only of one in which they are: ``is_active`` sees to that."""
+    held: list[bool] = field(default_factory=list)
+    """Of the calls under way around the blocks, whether one needs whole tokens between them."""
+    grad: bool = False
+    """Whether gradients were on where that block began."""
+
+    def __deepcopy__(self, memo: object) -> TokenRegion:
+        return self  # what it says of a call ends with the call
+
+    def is_active(self) -> bool:
+        if not self.active and self.grad and not torch.is_grad_enabled():
+            raise ValueError(
+                "a part of a block is recomputed in backward by itself, in which it could not know that tokens are "
+                f"whole: recompute whole blocks, or pad the batch to a multiple of {self.comm.size} tokens"
+            )
+        return self.active
+
+    def enter(self, x: Tensor) -> Tensor:
+        """This rank's chunk of whole tokens, in its form."""
+        cut = x.ndim == 3 and x.shape[1] % self.comm.size == 0 and not any(self.held)
+        return self.marked(ops.scatter(x, self.comm, 1)) if cut else x
+
+    def leave(self, x: Tensor) -> Tensor:
+        """What ``enter`` makes -> whole tokens."""
+        return ops.gather(self.bare(x), self.comm, 1) if self.is_marked(x) else x
+
+    @staticmethod
+    def is_marked(x: Tensor) -> bool:
+        """Whether each rank has some of the tokens. ValueError for what other tensors have made of such states."""
+        if x.ndim == 5 and x.shape[2:4] != _MARK:
+            raise ValueError(
+                f"hidden states of shape {tuple(x.shape)}: this model adds to them between its blocks, where each rank "
+                "has some of the tokens: leave sequence_parallel out"
+            )
+        return x.ndim == 5
+
+    @staticmethod
+    def marked(x: Tensor) -> Tensor:
+        return x.reshape(*x.shape[:2], *_MARK, x.shape[2])
+
+    @staticmethod
+    def bare(x: Tensor) -> Tensor:
+        return x.flatten(1, 3)
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """Chunks -> replicated, for work in a block that is the same on each rank."""
+        return ops.gather(x, self.comm, 1) if self.is_active() else x
+
+    def scattered(self, x: Tensor) -> Tensor:
+        return ops.scatter(x, self.comm, 1) if self.is_active() else x
+
+    def copied(self, x: Tensor) -> Tensor:
+        """The input of column layers: tokens are gathered from the ranks if they are cut."""
+        if self.is_active():
+            return ops.all_gather(x, self.comm, 1, dtype=torch.float32)
+        return ops.copy(x, self.comm, dtype=torch.float32)
 
 
 @dataclass(frozen=True)

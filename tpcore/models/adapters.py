@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from ..checkpoint.storage.files import listed
 from ..errors import CheckpointError
-from ..layers import ParallelEmbedding, RowParallelLinear
+from ..layers import ParallelEmbedding
 from ..layers.module import ParallelModule, keeping
 from ..layers.sharding import sharding
 from ..runtime.consensus import gather_bytes, together
@@ -251,8 +251,7 @@ def _hooks_outside(layer: nn.Module, inner: nn.Module) -> None:
 
 
 def _link_copies(model: nn.Module) -> None:
-    """Under sequence parallelism the copies of ``modules_to_save`` sum gradients and put out tokens as the model's own
-    modules do, which are told in each forward where the tokens are cut."""
+    """Under sequence parallelism the copies of ``modules_to_save`` sum gradients as the model's own modules do."""
     for layer in model.modules():
         if not isinstance(layer, ModulesToSaveWrapper):
             continue
@@ -260,13 +259,6 @@ def _link_copies(model: nn.Module) -> None:
         for part in layer.modules_to_save.values():
             if SUBSTITUTED in own.__dict__:
                 part.__class__, part.__dict__[SUBSTITUTED] = type(own), own.__dict__[SUBSTITUTED]
-        if isinstance(own, RowParallelLinear) and _same_tokens not in layer._forward_pre_hooks.values():
-            layer.register_forward_pre_hook(_same_tokens)
-
-
-def _same_tokens(layer: Any, inputs: Any) -> None:
-    for part in layer.modules_to_save.values():
-        part.sequence_dim = layer.original_module.sequence_dim
 
 
 def _part_of(module: nn.Module, like: ParallelModule) -> nn.Module:

@@ -23,7 +23,7 @@ from .source import argument_of_calls
 
 _REGION, SUBSTITUTED = "_tpcore_region", "_tpcore_summed"
 Switch = Callable[[], bool]
-"""Whether gradients are in parts in the current forward. A copy of the module has to have its own."""
+"""Whether gradients are in parts in the current forward."""
 _DROPOUTS = frozenset(
     f"{kind}{suffix}"
     for kind in ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout")
@@ -69,7 +69,7 @@ def _draws(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def _note(draws: Draws, layer: Any, args: Any, output: Any) -> None:
     """A hook of a parallel layer: whether its output is this rank's part."""
     row = isinstance(layer, RowParallelLinear)
-    draws.sharded = layer.sequence_dim is not None if row else not layer.gather_output
+    draws.sharded = layer.tokens_dim is not None if row else not layer.gather_output
 
 
 def drop_by_rank(model: nn.Module, cuts: list[Cut], rules: Mapping[str, Rule]) -> Draws:

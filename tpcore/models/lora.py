@@ -23,7 +23,7 @@ from .loss import IS_HEAD
 
 def _has_some_tokens(row: RowParallelLinear) -> bool:
     """Whether the output of ``row`` is this rank's tokens, in the current forward."""
-    return row.sequence_dim is not None
+    return row.tokens_dim is not None
 
 
 class ShardedLora(lora.Linear):  # type: ignore[misc, unused-ignore]
@@ -62,6 +62,7 @@ class ShardedLora(lora.Linear):  # type: ignore[misc, unused-ignore]
         else:
             split, pad = base.input_is_parallel, base.features.padded
             row = RowParallelLinear.from_plain(a, input_is_parallel=split, blocks=blocks, pad=pad, **options)
+            row.sequence_dim, row.region = base.sequence_dim, base.region
             self.lora_A[name] = part = keeping(row, a)
             sum_gradients(b, base.tp, partial(_has_some_tokens, base))
         part.register_load_state_dict_pre_hook(take_part)
@@ -76,13 +77,9 @@ class ShardedLora(lora.Linear):  # type: ignore[misc, unused-ignore]
         super().merge(*args, **kwargs)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        base = self.get_base_layer()
         layers: dict[str, tuple[Any, Any]] = {
             name: (self.lora_A[name], self.lora_B[name]) for name in self.active_adapters if name in self.lora_A
         }
-        if isinstance(base, RowParallelLinear):
-            for a, _ in layers.values():
-                a.sequence_dim = base.sequence_dim
         if self.disable_adapters or self.merged or kwargs.get("adapter_names") is not None:
             output: Tensor = super().forward(x, *args, **kwargs)
             return output

@@ -117,6 +117,26 @@ def all_to_all(x: Tensor, comm: Comm, split_dim: int, concat_dim: int) -> Tensor
     return _linear(x, comm, forward, partial(comm.all_to_all, split_dim=concat_dim, concat_dim=split_dim))
 
 
+class _Averaged(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, count: int) -> Tensor:
+        ctx.count = count
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad / ctx.count, None
+
+
+def averaged(x: Tensor, comm: Comm) -> Tensor:
+    """``x``. Backward divides its gradient, which has the sum over the ranks already, by their number."""
+    if transformed():
+        constant = x.detach()
+        return constant + (x - constant) / comm.size
+    y: Tensor = x if comm.size == 1 else _Averaged.apply(x, comm.size)
+    return y
+
+
 def shift(x: Tensor, comm: Comm, step: int = 1) -> Tensor:
     """Each rank's ``x`` -> the rank ``step`` further on the ring. Backward shifts the other way."""
     to = tuple((i + step) % comm.size for i in range(comm.size))

@@ -177,7 +177,10 @@ class ShardedExperts(ParallelModule):
         return torch.where(here, local, n), torch.where(here, weights, 0.0)
 
     def _used(self, name: str, p: Tensor | None) -> Tensor | None:
-        """A whole parameter, a bias of each expert's output, is in every rank's part of the sum: divided."""
+        """Over ep the gradient is the mean of what the ranks' examples give, as of any parameter. A whole parameter, a
+        bias of each expert's output, is in every rank's part of the sum: divided."""
+        if p is not None and self.ep is not None:
+            p = ops.averaged(p, self.ep)
         if p is None or self.shard_specs[name].dim is not None:
             return p
         return ops.copy(p, self.tp, dtype=torch.float32) / self.tp.size

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from ..comm.comm import Comm
 from ..comm.transport import CPU, Pending
-from ..runtime.context import current
 from .parameters import Parameters, data_comm, unique_parameters
 
 T = TypeVar("T")
@@ -140,8 +139,9 @@ def present_anywhere(has: Sequence[bool], dp: Comm, device: torch.device) -> lis
 def reduce_gradients(parameters: Parameters) -> None:
     """Replace every gradient by its mean over the data-parallel group, in buckets. Collective over dp, ep and cp.
 
-    cp ranks count like dp ranks: each has other tokens and the loss of the whole batch. The gradient of an expert is
-    the sum over the examples of all ep ranks already: it is summed over dp and cp, and divided by the number of all.
+    cp ranks count like dp ranks: each has other tokens and the loss of the whole batch. Backward takes the mean of an
+    expert's gradient over ep. The mean of a mean is itself: a second call, or one in each step of an accumulation,
+    changes no sum.
 
     A parameter that has no gradient on any dp rank keeps none. Raises ValueError for parameters of another
     context and for parameters that torch's own parallelism has cut.
@@ -151,7 +151,6 @@ def reduce_gradients(parameters: Parameters) -> None:
 
 def reduce_beside(parameters: Parameters, under_way: Sequence[Bucket]) -> None:
     """``reduce_gradients``, of which the buckets ``under_way`` are started."""
-    batches = current().data.size
     by_comm: dict[Comm, tuple[list[Tensor], list[Bucket]]] = {}
     for p in unique_parameters(parameters):
         if p.requires_grad:
@@ -159,12 +158,12 @@ def reduce_beside(parameters: Parameters, under_way: Sequence[Bucket]) -> None:
     for bucket in under_way:
         by_comm.setdefault(data_comm(bucket.parameters[0]), ([], []))[1].append(bucket)
     # in the same order on all ranks
-    for comm in sorted(by_comm, key=lambda comm: comm.group.axes) if batches > 1 else ():
-        _sum(*by_comm[comm], comm, batches)
+    for comm in sorted((comm for comm in by_comm if comm.size > 1), key=lambda comm: comm.group.axes):
+        _average(*by_comm[comm], comm)
 
 
-def _sum(parameters: list[Tensor], under_way: list[Bucket], dp: Comm, batches: int) -> None:
-    """Replace the gradients by their sums over ``dp``, divided by ``batches``."""
+def _average(parameters: list[Tensor], under_way: list[Bucket], dp: Comm) -> None:
+    """Replace the gradients by their means over ``dp``."""
     has = [*(p.grad is not None for p in parameters), *(bucket.changed() for bucket in under_way)]
     anywhere = present_anywhere(has, dp, parameters[0].device if parameters else CPU)
     for p, somewhere in zip(parameters, anywhere, strict=False):
@@ -175,7 +174,7 @@ def _sum(parameters: list[Tensor], under_way: list[Bucket], dp: Comm, batches: i
     done = {p for bucket in under_way for p in bucket.parameters}
     late = [p for p in reversed(parameters) if p.grad is not None and p not in done]
     for params in buckets(late, lambda p: dense(p).dtype, lambda p: dense(p).nbytes, BUCKET):
-        _put(params, dp.all_reduce(_flat(params, batches), donate=True))
+        _put(params, dp.all_reduce(_flat(params, dp.size), donate=True))
 
 
 def dense(p: Tensor) -> Tensor:
@@ -185,8 +184,8 @@ def dense(p: Tensor) -> Tensor:
     return torch.zeros_like(p) if p.grad is None else p.grad
 
 
-def _flat(parameters: Sequence[Tensor], batches: int) -> Tensor:
-    return torch.cat([dense(p).reshape(-1) for p in parameters]).div_(batches)
+def _flat(parameters: Sequence[Tensor], ranks: int) -> Tensor:
+    return torch.cat([dense(p).reshape(-1) for p in parameters]).div_(ranks)
 
 
 def _put(parameters: Sequence[Tensor], total: Tensor) -> None:
@@ -197,7 +196,6 @@ def _put(parameters: Sequence[Tensor], total: Tensor) -> None:
 
 def buckets_of(parameters: Sequence[Tensor]) -> list[Bucket]:
     """The buckets of parameters whose gradients are summed over ranks, in the order in which backward ends them."""
-    batches = current().data.size
     last_first = [p for p in reversed(parameters) if p.requires_grad and data_comm(p).size > 1]
 
     def kind(p: Tensor) -> tuple[Comm, torch.dtype]:
@@ -207,7 +205,7 @@ def buckets_of(parameters: Sequence[Tensor]) -> list[Bucket]:
         comm = data_comm(params[0])  # backward may run in a thread that has no context
 
         def start() -> Pending:
-            return comm.start_all_reduce(_flat(params, batches), donate=True)
+            return comm.start_all_reduce(_flat(params, comm.size), donate=True)
 
         return Bucket(params, lambda p: p.grad, start, partial(_put, params))
 

@@ -20,7 +20,7 @@ from ...train.zero import Zero1
 @torch.no_grad()
 def _sum_in_place(grads: Iterable[Tensor], comm: Comm, divide_by: int = 1) -> None:
     """Replace each gradient by the sum over the group, several in one message. Collective over it."""
-    if comm.size == 1 and divide_by == 1:
+    if comm.size == 1:
         return
     for bucket in buckets(grads, lambda g: g.dtype, lambda g: g.nbytes, BUCKET):
         flat = torch.cat([g.reshape(-1) for g in bucket]).div_(divide_by)
@@ -32,15 +32,13 @@ def _sum_in_place(grads: Iterable[Tensor], comm: Comm, divide_by: int = 1) -> No
 def bucket_allreduce_gradients(grads_list: Iterable[Tensor], reduce_over_ep_group: bool = False) -> None:
     """Replace each of these gradients, the same on every dp rank, by its mean over dp, in place.
 
-    With experts over ep, whose ranks have other examples, it takes two calls: one for all gradients, which divides by
-    all ranks and leaves out ep, for there are other experts; and one with ``reduce_over_ep_group=True`` for those of
-    all but experts, which adds what is missing. Without ep the second does nothing."""
+    With experts over ep, whose ranks have other examples, it takes two calls: one for all gradients, which leaves out
+    ep, for there are other experts, and backward has taken the mean of theirs; and one with
+    ``reduce_over_ep_group=True`` for those of all but experts. Without ep the second does nothing."""
     ctx = current()
-    if reduce_over_ep_group:
-        _sum_in_place(list(grads_list), ctx.comm(*ctx.mesh.present(("ep",))))
-    else:
-        same_experts = ctx.mesh.present(tuple(axis for axis in DATA if axis != "ep"))
-        _sum_in_place(list(grads_list), ctx.comm(*same_experts), ctx.data.size)
+    axes = ("ep",) if reduce_over_ep_group else tuple(axis for axis in DATA if axis != "ep")
+    comm = ctx.comm(*ctx.mesh.present(axes))
+    _sum_in_place(list(grads_list), comm, comm.size)
 
 
 def allreduce_sequence_parallel_gradients(optimizer: torch.optim.Optimizer) -> None:

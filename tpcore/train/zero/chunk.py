@@ -261,7 +261,8 @@ class Reduction:
 
     def _begin(self, segments: Segments) -> Pending:
         rows = [s.chunk.rows(self._gradient(s.chunk.parameter)).narrow(1, s.start, s.length) for s in segments]
-        return segments[0].chunk.dp.start_reduce_scatter(torch.cat(rows, 1).div_(self._dp.size), 0, donate=True)
+        dp = segments[0].chunk.dp
+        return dp.start_reduce_scatter(torch.cat(rows, 1).div_(dp.size), 0, donate=True)
 
     def _put(self, segments: Segments, rows: Tensor) -> None:
         for segment, part in zip(segments, rows.view(-1).split([s.length for s in segments]), strict=True):

@@ -19,7 +19,7 @@ from ...runtime import random
 from ...runtime.consensus import WHOLE_BATCH, compare_ranks
 from ...runtime.context import current
 from .alike import check_layers, one_call_for_all
-from .schedule import Recomputed, Schedule, tick, where
+from .schedule import Recomputed, Schedule, is_microbatch, tick, where
 from .stage import LayerArguments, StageLayers, check_count, check_divides, check_told_apart
 
 Instead = Callable[[Tensor, LayerArguments], Tensor]
@@ -146,11 +146,13 @@ class PipelinedLayers(nn.Module):
         state, outputs = feeds[0], []
         for t in range(schedule.ticks):
             feed = feeds[schedule.entering(t)]
-            index = (tick(t, x) - self.pp.position).clamp(0, schedule.microbatches - 1)
+            number = tick(t, x) - self.pp.position
+            index = number.clamp(0, schedule.microbatches - 1)
             call = self.stage.run(
                 partial(stage_arguments.microbatch, index, schedule.microbatches, len(x), self.shared),
                 seed,
                 schedule.forward_of(t)[self.stage.place],
+                partial(is_microbatch, number, schedule.microbatches),
                 check=t == 0,
             )
             y = self._tick(call, feed if self.pp.size == 1 else where(first, feed, state), stage_arguments)

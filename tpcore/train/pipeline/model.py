@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ...runtime import random
 from .alike import find_layers
 from .layers import PipelinedLayers
-from .schedule import Schedule, tick, where
+from .schedule import Schedule, is_microbatch, tick, where
 from .stage import LayerArguments, check_count, chosen, microbatches
 
 
@@ -148,17 +148,21 @@ class Lockstep:
             feed, self._arguments[m] = self._enter(m)
         x = feed if self._forward is None or self._pp.size == 1 else where(self._first, feed, self._forward)
         self.inputs[t] = x
-        y = self._run_stage(x, self._schedule.forward_of(t), check=t == 0)
+
+        def counts() -> Tensor:
+            return is_microbatch(tick(t, x) - self._pp.position, self._schedule.microbatches)
+
+        y = self._run_stage(x, self._schedule.forward_of(t), counts, check=t == 0)
         self._forward = self._pp.permute(y, self._ring)
         return y
 
-    def _run_stage(self, x: Tensor, numbers: list[int], *, check: bool = False) -> Tensor:
+    def _run_stage(self, x: Tensor, numbers: list[int], counts: Callable[[], Tensor], *, check: bool = False) -> Tensor:
         """The layers' output, with the arguments of one of the microbatches ``numbers``, which are by stage."""
 
         def arguments() -> LayerArguments:
             return chosen([self._arguments[m] for m in numbers], self._pp, self._stage.place)
 
-        return self._stage.run(arguments, self._seed, numbers[self._stage.place], check=check)(x)
+        return self._stage.run(arguments, self._seed, numbers[self._stage.place], counts, check=check)(x)
 
     def _run_loss(self, y: Tensor, m: int | None) -> Tensor | None:
         """Compute the loss of the microbatch that the last stage has finished, if any, and return the
@@ -179,7 +183,7 @@ class Lockstep:
         schedule, pp = self._schedule, self._pp
         x = self._input_of(t).detach().requires_grad_()
         with torch.enable_grad():
-            y = self._run_stage(x, schedule.backward_of(t))
+            y = self._run_stage(x, schedule.backward_of(t), lambda: tick(0, x))  # computed again, so that none counts
         torch.autograd.backward(y, self._gradient_at(t, out))
         grad = x.grad if x.grad is not None else torch.zeros_like(x)
         self._gradient = pp.permute(grad, self._back)
@@ -204,7 +208,7 @@ class Lockstep:
         if self._pp.size == 1:
             return grad
         m = tick(t - 2 * (self._pp.size - 1), grad) + self._pp.position
-        return where((m >= 0) & (m < self._schedule.microbatches), grad, torch.zeros_like(grad))
+        return where(is_microbatch(m, self._schedule.microbatches), grad, torch.zeros_like(grad))
 
     def _forget(self, t: int) -> None:
         """Drop inputs and arguments that no stage needs at later ticks."""

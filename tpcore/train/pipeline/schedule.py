@@ -105,6 +105,11 @@ def tick(number: int, like: Tensor) -> Tensor:
     return torch.tensor([number]).to(like.device, non_blocking=True)
 
 
+def is_microbatch(number: Tensor, count: int) -> Tensor:
+    """``[1]``: whether a stage at a tick works on one of ``count`` microbatches, and not in the bubble."""
+    return (number >= 0) & (number < count)
+
+
 def where(condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """``torch.where`` by a one-element condition. No product with a mask: zero times infinity is NaN."""
     return torch.where(condition.view([1] * a.ndim), a, b)

@@ -159,6 +159,8 @@ class StageLayers:
 
     def __init__(self, layers: Mapping[str, nn.Module | None], place: int) -> None:
         self._layers, self.place = layers, place
+        self.counts: Callable[[], Tensor] | None = None
+        """While the stage runs: ``[1]``, 1 for a microbatch and 0 in the bubble, for who sums over microbatches."""
         self.tuples = False  # whether layers return their output in a tuple, as some models' layers do
 
     def __call__(self, x: Tensor, arguments: LayerArguments) -> Tensor:
@@ -167,15 +169,25 @@ class StageLayers:
         return x
 
     def run(
-        self, arguments: Callable[[], LayerArguments], seed: int | None, microbatch: int, *, check: bool = False
+        self,
+        arguments: Callable[[], LayerArguments],
+        seed: int | None,
+        microbatch: int,
+        counts: Callable[[], Tensor],
+        *,
+        check: bool = False,
     ) -> Callable[[Tensor], Tensor]:
         """A function that runs the stage on one microbatch; every call draws the same random numbers. With ``check``
         it raises ValueError on all ranks for layers that a pipeline cannot run."""
 
         def call(x: Tensor) -> Tensor:
             before = self._versioned() if check else {}
-            with nullcontext() if seed is None else random.seeded(random.mixed(seed, microbatch, self.place + 1)):
-                y = self(x, arguments())
+            self.counts = counts
+            try:
+                with nullcontext() if seed is None else random.seeded(random.mixed(seed, microbatch, self.place + 1)):
+                    y = self(x, arguments())
+            finally:
+                self.counts = None
             if check:
                 self._check(x, y, before)
             return y

@@ -24,7 +24,7 @@ from . import quantized
 from .arguments import takes
 from .context import context_of, cut_context
 from .cuts import Cut, attentions, decide, inside
-from .dispatch import Dispatch
+from .dispatch import GATHERED, Dispatch
 from .experts import check_dispatch, dispatch_by
 from .forwards import drop_by_rank, share_inputs
 from .generation import batch_alike, generate_alike
@@ -102,6 +102,11 @@ def parallelize(
     if is_guarded(model):
         raise ValueError(f"this {type(model).__name__} is sharded already: parallelize it once, from the whole")
     tokens = context_of(model, context, context_parallel)
+    if tokens is not None and capacity_factor is not None and dispatch != GATHERED:
+        raise ValueError(
+            f"dispatch={dispatch!r} with capacity_factor={capacity_factor} over cp={tokens[0].size}: seats would be "
+            f"for a rank's own tokens, not for whole sequences: pass dispatch={GATHERED!r}, or no capacity_factor"
+        )
     stages = _number_of_stages(context, num_microbatches)
     with use(context), quantized.torchao_aside(model, quantize, staged=num_microbatches is not None):
         rules, cuts = _decided(model, dict(plan or {}), expert_parallel, context, stages, sending)

@@ -16,7 +16,8 @@ from ..layers.context_parallel import LARGEST_MASK, Way, attention, check_heads,
 from ..layers.tokens import Visible
 from ..log import inform
 from ..runtime.context import ParallelContext, current
-from .dealt import ATTENTION, DealtTokens, SequenceLoss
+from .dealt import ATTENTION, DealtRows, DealtTokens, SequenceLoss
+from .experts import ShardedExperts
 from .guards import guard
 from .heads import key_value_width
 
@@ -138,6 +139,9 @@ def cut_context(model: Any, comm: Comm, way: Callable[[int], Way]) -> None:
     model.set_attn_implementation(ATTENTION)
     for module in attentions:
         object.__setattr__(module, _CONTEXT, context)
+    for name, layer in model.named_modules():
+        if isinstance(layer, ShardedExperts):
+            layer.sequences = DealtRows(context, layer.inner, model.get_submodule(name.rpartition(".")[0]))
     if shifted:
         model.loss_function = SequenceLoss(model.loss_function, context)
     model.register_forward_pre_hook(context.before, with_kwargs=True, prepend=True)

@@ -217,6 +217,40 @@ class DealtTokens:
         return self.comm.all_reduce((labels != IGNORED).sum().reshape(1)).squeeze(0)
 
 
+class DealtRows:
+    """Of what a layer of experts is given, ``[rows times tokens, ...]``, in calls of the module around it."""
+
+    def __init__(self, context: DealtTokens, layer: nn.Module, around: nn.Module) -> None:
+        self.comm, self._context, self._layer = context.comm, context, type(layer).__name__
+        self._rows: int | None = None
+        around.register_forward_pre_hook(self._enter, with_kwargs=True)
+        around.register_forward_hook(self._leave, always_call=True)
+
+    def _enter(self, around: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden = next((t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.ndim == 3), None)
+        self._rows = None if hidden is None else len(hidden)
+
+    def _leave(self, around: nn.Module, args: Any, output: Any) -> None:
+        self._rows = None
+
+    def _of(self, x: Tensor, ranks: int) -> tuple[TokenOrder, Tensor]:
+        if self._rows is None:
+            raise ValueError(
+                f"capacity_factor over cp={self.comm.size}: {self._layer} is called, or recomputed, outside of the "
+                "module that takes [batch, tokens, size], so that whole sequences are not known"
+            )
+        by_row = x.unflatten(0, (self._rows, -1))
+        return self._context.order(by_row.shape[1] * ranks), by_row
+
+    def whole(self, x: Tensor) -> Tensor:
+        order, by_row = self._of(x, self.comm.size)
+        return order.whole(by_row).flatten(0, 1)
+
+    def cut(self, x: Tensor) -> Tensor:
+        order, by_row = self._of(x, 1)
+        return order.cut(by_row).flatten(0, 1)
+
+
 def _tokens_of(kwargs: Mapping[str, Any]) -> Tensor:
     names = ("input_ids", "inputs_embeds")
     tokens: Tensor | None = next((kwargs[n] for n in names if kwargs.get(n) is not None), None)

@@ -108,15 +108,25 @@ def seated(chosen: Tensor, parts: int, seats: int) -> tuple[Tensor, Tensor]:
     ``range(parts)``, or ``parts`` for none. Returns ``[parts * seats]``, the row of each seat or ``rows`` for nobody,
     and ``[1]``, the number of choices without a seat. Of shapes alone: no value is read."""
     rows, device = len(chosen), chosen.device
-    counts = torch.zeros(rows, parts + 1, dtype=torch.int64, device=device)
-    counts = counts.scatter_add(1, chosen.long(), torch.ones_like(chosen, dtype=torch.int64))[:, :parts]
-    place = (counts > 0).to(torch.int64).cumsum(0) - 1  # torch_xla sums bools as bools
+    counts, place = _places(chosen, parts)
     sits = (counts > 0) & (place < seats)
     seat = torch.where(sits, torch.arange(parts, device=device) * seats + place, parts * seats)
     row = torch.arange(rows, device=device).unsqueeze(1).expand_as(seat)
     source = torch.full((parts * seats + 1,), rows, dtype=torch.int64, device=device)
     source = source.scatter(0, seat.flatten(), row.flatten())[:-1]  # the last is for all that have no seat
     return source, (counts * ~sits).sum().reshape(1)
+
+
+def has_seat(chosen: Tensor, parts: int, seats: int) -> Tensor:
+    """For each entry of ``chosen`` whether :func:`seated` gives its row a seat in that part."""
+    return _places(chosen, parts)[1].gather(1, chosen.long()) < seats
+
+
+def _places(chosen: Tensor, parts: int) -> tuple[Tensor, Tensor]:
+    """``[rows, parts]``: how often a row chooses a part, and how many rows before it do."""
+    counts = torch.zeros(len(chosen), parts + 1, dtype=torch.int64, device=chosen.device)
+    counts = counts.scatter_add(1, chosen.long(), torch.ones_like(chosen, dtype=torch.int64))[:, :parts]
+    return counts, (counts > 0).to(torch.int64).cumsum(0) - 1  # torch_xla sums bools as bools
 
 
 def taken(x: Tensor, source: Tensor, empty: float = 0) -> Tensor:

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ from .dispatch import (
     SendTokens,
     grouped,
     has_known_form,
+    has_seat,
     one_program,
     seated,
     with_capacity,
@@ -41,6 +42,16 @@ from .heads import Need
 
 _NUMBERS, _WEIGHTS = "top_k_index", "top_k_weights"
 _DISTRIBUTED = "_is_expert_parallel"  # of experts that pass by the numbers of others: releases before 5.23 have none
+
+
+class Sequences(Protocol):
+    """Whole sequences, of whose tokens each rank of ``comm`` has some: tensors ``[rows times tokens, ...]``."""
+
+    comm: Comm
+
+    def whole(self, x: Tensor) -> Tensor: ...
+
+    def cut(self, x: Tensor) -> Tensor: ...
 
 
 class ShardedExperts(ParallelModule):
@@ -69,6 +80,8 @@ class ShardedExperts(ParallelModule):
         """Whether a rank of tp has some experts, and not features of all."""
         self.of_a_rank = next(p for p in self._parameters.values() if p is not None).shape[0] if self._spread else None
         """The number of experts that a rank has; None if it has features of all."""
+        self.sequences: Sequences | None = None
+        """Of which this rank has some of the tokens, over cp."""
         self.watchers: list[Callable[[Tensor], None]] = []
         """Called in each forward with the number of choices that this rank drops, of its own or for its experts."""
         self._standard = has_known_form(inner)
@@ -88,6 +101,8 @@ class ShardedExperts(ParallelModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         bound = inspect.signature(self.inner.forward).bind(*args, **kwargs).arguments
+        if self.sequences is not None and self.dispatch.capacity_factor is not None:
+            bound |= self._with_seats(bound[_NUMBERS], bound[_WEIGHTS], self.sequences)
         inputs = dict(bound.pop("kwargs", {}))
         choices = bound[_NUMBERS].shape if _NUMBERS in bound else None
         route = None if self.ep is None else self._routed(bound, self.ep)
@@ -139,9 +154,9 @@ class ShardedExperts(ParallelModule):
     def _computed(self, inputs: dict[str, Any], choices: torch.Size | None) -> Any:
         """What the experts here add, each to no more tokens than it has seats for. ``choices``: a rank's ``[T, K]``."""
         if choices is not None and self.dispatch.capacity_factor is not None:
-            num_experts = next(iter(self.shard_specs.values())).shape[0]
             tokens = choices[0] * (1 if self.ep is None else self.ep.size)
-            seats = self.dispatch.seats(tokens, choices[1], num_experts)
+            tokens *= 1 if self.sequences is None else self.sequences.comm.size
+            seats = self.dispatch.seats(tokens, choices[1], self.number_of_experts)
             if seats < len(inputs[_NUMBERS]):
                 out, dropped = with_capacity(self.inner, **inputs, seats=seats)
                 self._tell(dropped)
@@ -162,6 +177,24 @@ class ShardedExperts(ParallelModule):
         # by place: transformers' implementations have not GPT-OSS's names
         bound = inspect.signature(self.inner.forward).bind(**inputs)
         return self.inner(*bound.args, **bound.kwargs)
+
+    @property
+    def number_of_experts(self) -> int:
+        return next(iter(self.shard_specs.values())).shape[0]
+
+    def _with_seats(self, numbers: Tensor, weights: Tensor, sequences: Sequences) -> dict[str, Tensor]:
+        """Both without the choices that have no seat among those of whole sequences, and of all ep ranks."""
+        local, ep = len(numbers), 1 if self.ep is None else self.ep.size
+        whole = sequences.whole(numbers)
+        everyone = whole if self.ep is None else self.ep.all_gather(whole, 0)
+        seats = self.dispatch.seats(len(everyone), numbers.shape[1], self.number_of_experts)
+        kept = has_seat(everyone, self.number_of_experts, seats)
+        kept = sequences.cut(kept if self.ep is None else self.ep.split(kept.to(torch.int64), 0).to(torch.bool))
+        mine = numbers // (self.number_of_experts // self.tp.size) == self.tp.position if self.distributed else True
+        self._tell((~kept & mine).sum().reshape(1))
+        if seats < local * ep:  # of which no choice without a seat takes one
+            return {_NUMBERS: torch.where(kept, numbers, self.number_of_experts)}
+        return {_WEIGHTS: torch.where(kept, weights, 0.0)}
 
     def _tell(self, dropped: Tensor) -> None:
         for watcher in self.watchers:

@@ -27,7 +27,7 @@ from ..models import parallelize
 from ..runtime.consensus import agree, gather
 from ..runtime.context import current
 from ..runtime.init import remesh
-from ..runtime.random import draw, mixed, seeded
+from ..runtime.random import mixed, seeded
 from ..train.parameters import name_parameters
 from ..train.pipeline import PipelinedLayers
 from ..train.zero import Zero1
@@ -61,6 +61,8 @@ class Trainer(transformers.Trainer):
     model: Any
     _whole: dict[str, Tensor] | None = None
     """All values of the model while it is saved, where it does not save itself."""
+    _micro_step = (-1, 0)
+    """The last step, and which of its batches."""
 
     def __init__(
         self,
@@ -109,9 +111,13 @@ class Trainer(transformers.Trainer):
         move_model_to_device(model, device)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """A step in which dropout draws other numbers on each dp rank; what else draws, a sampler say, draws alike."""
-        ctx = current()
-        with seeded(mixed(draw(), ctx.index(ctx.data))) if ctx.data.size > 1 else nullcontext():
+        """A step in which dropout draws other numbers on each dp rank; what else draws, a sampler say, draws alike, as
+        in one process."""
+        ctx, (step, number) = current(), self._micro_step
+        number = number + 1 if step == self.state.global_step else 0
+        self._micro_step = self.state.global_step, number
+        own = seeded(mixed(self.args.seed, self.state.global_step, number, ctx.index(ctx.data)))
+        with own if ctx.data.size * ctx.mesh.axes.get("pp", 1) > 1 else nullcontext():
             return super().training_step(model, inputs, num_items_in_batch)
 
     # -- the optimizer --------------------------------------------------------------------------------------

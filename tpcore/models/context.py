@@ -16,7 +16,8 @@ from ..layers.context_parallel import LARGEST_MASK, Way, attention, check_heads,
 from ..layers.tokens import Visible
 from ..log import inform
 from ..runtime.context import ParallelContext, current
-from .dealt import ATTENTION, DealtRows, DealtTokens, SequenceLoss
+from ..train.pipeline import PipelinedLayers
+from .dealt import ATTENTION, DealtRows, DealtTokens, SequenceLoss, see_whole
 from .experts import ShardedExperts
 from .guards import guard
 from .heads import key_value_width
@@ -132,9 +133,12 @@ def cut_context(model: Any, comm: Comm, way: Callable[[int], Way]) -> None:
     base.register_forward_pre_hook(context.enter, with_kwargs=True, prepend=True)
     if routed:
         base.register_forward_hook(context.leave)
-    if model.config.model_type == "esm":  # which scales tokens by the share of their row that is masked
-        base.embeddings.register_forward_pre_hook(context.embed_whole, with_kwargs=True)
-        base.embeddings.register_forward_hook(context.embedded)
+    around = [module for module in base.modules() if any(inner in attentions for inner in module.modules())]
+    layers = [m for m in around if isinstance(m, nn.ModuleList | PipelinedLayers)]
+    inside = {*around, *(inner for blocks in layers for inner in blocks.modules())}
+    for module in [m for m in base.modules() if m not in inside]:
+        # ESM scales tokens by the share of their row that is masked
+        see_whole(module, context, always=model.config.model_type == "esm" and module is base.embeddings)
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attention)
     model.set_attn_implementation(ATTENTION)
     for module in attentions:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from ..comm import mappings as ops
 from ..comm.comm import Comm
@@ -22,7 +24,7 @@ IGNORED = -100
 """The label of tokens that no loss counts: transformers' own."""
 ATTENTION = "tpcore_context_parallel"
 """The name by which transformers knows attention over the tokens of all ranks."""
-_DOCUMENTS = "tpcore_documents"
+_DOCUMENTS, _WHOLE = "tpcore_documents", "_tpcore_whole"
 _SEQUENCES = ("input_ids", "inputs_embeds", "token_type_ids", "lang_ids", "labels", "shift_labels")
 _KNOWN = (*_SEQUENCES, "position_ids", "attention_mask", "num_items_in_batch")
 
@@ -46,6 +48,8 @@ class DealtTokens:
     """Whether a loss of the experts' routers weights tokens by ``attention_mask``."""
     compared: bool = False
     """Whether the ranks' batches were compared."""
+    rows_are_whole: bool = False
+    """While a module of :func:`see_whole` runs."""
 
     def order(self, length: int) -> TokenOrder:
         """Which of ``length`` tokens each rank has."""
@@ -85,17 +89,30 @@ class DealtTokens:
             kwargs["use_cache"] = False
         return (), {**kwargs, "attention_mask": mask if mask.numel() else None}
 
-    def embed_whole(self, embeddings: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A hook of embeddings that ask what the other tokens of a row are, as ESM's do: they get whole rows."""
-        order, mask = self.order(_tokens_of(kwargs).shape[1] * self.comm.size), kwargs["attention_mask"]
-        names = [n for n in ("input_ids", "inputs_embeds", "position_ids") if kwargs.get(n) is not None]
-        whole = {name: order.whole(kwargs[name]) for name in names}
-        padding = mask[:, 0, 0] if mask is not None and mask.dtype == torch.bool else None
-        return (), {**kwargs, **whole, "attention_mask": padding}
+    def over_whole(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """This rank's tokens of what ``call`` makes of whole rows, whose arguments are this rank's."""
+        tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.ndim in (2, 3)]
+        if self.rows_are_whole or not tensors:
+            return call(*args, **kwargs)
+        tokens = tensors[0].shape[1]
+        order, length = self.order(tokens * self.comm.size), tokens * self.comm.size
 
-    def embedded(self, embeddings: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        """The hook after ``embed_whole``: this rank's tokens of what they made."""
-        return self.order(output.shape[1]).cut(output)
+        def whole(value: Any) -> Any:
+            if isinstance(value, Tensor) and value.ndim == 4 and value.shape[1:3] == (1, 1):  # made by ``deal``
+                return value[:, 0, 0] if value.dtype == torch.bool else None
+            of_tokens = isinstance(value, Tensor) and value.ndim in (2, 3) and value.shape[1] == tokens
+            return order.whole(value) if of_tokens else value
+
+        def cut(value: Any) -> Any:
+            of_tokens = isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == length
+            return order.cut(value) if of_tokens else value
+
+        self.rows_are_whole = True  # for modules inside
+        try:
+            output = call(*map(whole, args), **{name: whole(value) for name, value in kwargs.items()})
+        finally:
+            self.rows_are_whole = False
+        return tree_map(cut, output)
 
     def leave(self, base: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """A hook: what routers say of all tokens, ``[batch * tokens, experts]``, whose loss is of means over them."""
@@ -215,6 +232,27 @@ class DealtTokens:
     def count(self, labels: Tensor) -> Tensor:
         """The number of labels that count, of all ranks."""
         return self.comm.all_reduce((labels != IGNORED).sum().reshape(1)).squeeze(0)
+
+
+def see_whole(module: nn.Module, context: DealtTokens, always: bool) -> None:
+    """Let ``module``, which is outside of the layers, run on whole rows where a hook that is not tpcore's may ask how
+    many tokens there are, as NEFTune's noise does; or ``always``."""
+    original = type(module)
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        context, always = self.__dict__[_WHOLE]
+        run = partial(original.__call__, self)
+        return context.over_whole(run, args, kwargs) if always or _is_watched(self) else run(*args, **kwargs)
+
+    names = {"__module__": original.__module__, "__qualname__": original.__qualname__}
+    module.__dict__[_WHOLE] = context, always
+    module.__class__ = type(original.__name__, (original,), {**names, "__call__": call})
+
+
+def _is_watched(module: nn.Module) -> bool:
+    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    made = [hook.func if isinstance(hook, partial) else hook for hook in hooks]
+    return any(not str(getattr(hook, "__module__", "")).startswith("tpcore.") for hook in made)
 
 
 class DealtRows:

@@ -225,7 +225,7 @@ def consolidate(source: Path, out: Path, config: Path, *options: str, exit_code:
     return done.output
 
 
-def recompute(model: Any) -> None:
-    """Turn activation checkpointing on, which transformers gave another name in 5.23."""
+def recompute(model: Any, **options: Any) -> None:
+    """Turn activation checkpointing on, which transformers gave another name in 5.23. ``options``: of torch's."""
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable()
+    enable(options or None)

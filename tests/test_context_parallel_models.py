@@ -20,6 +20,7 @@ from hf import GPT2, NO_DROPOUT, TINY, assert_equals_whole, llama
 from pipelines import assert_same_gradients, part_of
 from tiers import tiers
 from torch import Tensor, nn
+from transformers.integrations.neftune import neftune_post_forward_hook
 from worlds import each_rank
 
 import tpcore
@@ -314,6 +315,79 @@ def test_experts_on_ep_and_cp(mesh: dict[str, int], way: str) -> None:
         assert_gradients(ctx, model, whole)
 
     run_ranks(Mesh(mesh), rank)
+
+
+SEATS = [
+    ({"dp": 1, "cp": 2, "tp": 1}, {}),
+    ({"dp": 1, "cp": 4, "tp": 1}, {"context_parallel": "ring"}),
+    ({"dp": 1, "cp": 2, "tp": 2}, {"expert_parallel": True}),
+    ({"dp": 1, "cp": 2, "tp": 2}, {"sequence_parallel": True}),
+    ({"dp": 1, "ep": 2, "cp": 2, "tp": 1}, {}),
+]
+
+
+@pytest.mark.parametrize("factor", [0.5, 0.75, 1.25])
+@pytest.mark.parametrize(("axes", "options"), SEATS, ids=str)
+def test_the_seats_of_experts_are_for_whole_sequences(
+    axes: dict[str, int], options: dict[str, Any], factor: float
+) -> None:
+    rows = {name: torch.cat([t, t.flip(0)]) for name, t in plain().items()}
+    ranks = axes.get("ep", 1)
+    parts = [{name: t.chunk(ranks)[i] for name, t in rows.items()} for i in range(ranks)]
+
+    def stepped(ctx: tpcore.ParallelContext, **options: Any) -> tuple[Any, float, list[float]]:
+        model: Any = tpcore.parallelize(made(routed), capacity_factor=factor, **options)
+        load = tpcore.models.ExpertLoad(model)
+        loss = model(**parts[ctx.index(ctx.batch)]).loss
+        loss.backward()
+        return model, float(loss.detach()), [layer.dropped for layer in load.read().values()]
+
+    one = {"dp": 1, "tp": 1} | ({"ep": ranks} if ranks > 1 else {})
+    expected = run_ranks(Mesh(one), lambda ctx: stepped(ctx)[1:])
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        model, loss, dropped = stepped(ctx, **options)
+        want_loss, want_dropped = expected[ctx.index(ctx.batch)]
+        assert loss == pytest.approx(want_loss, rel=1e-7)
+        assert dropped == pytest.approx(want_dropped)
+        experts = model.model.layers[0].mlp.experts
+        with pytest.raises(ValueError, match="outside of the module that takes"):
+            experts(torch.zeros(4, 32).double(), torch.zeros(4, 2, dtype=torch.int64), torch.ones(4, 2).double())
+
+    run_ranks(Mesh(axes), rank)
+    assert (max(expected[0][1]) > 0) == (factor < 1)
+
+
+def test_hooks_outside_of_the_layers_see_whole_sequences() -> None:
+    """NEFTune's noise depends on the number of tokens; so may any other hook before and after the layers."""
+
+    def hooked(model: Any) -> Any:
+        table = model.get_input_embeddings()
+        table.neftune_noise_alpha = 5.0
+        table.register_forward_hook(neftune_post_forward_hook)
+        model.transformer.drop.register_forward_hook(lambda module, args, y: y * y.shape[1])
+        model.transformer.ln_f.register_forward_pre_hook(
+            lambda module, args: (args[0] + args[0].mean(1, keepdim=True),)
+        )
+        return model.train()
+
+    def loss_of(model: Any) -> Tensor:
+        torch.manual_seed(3)
+        return hooked(model)(**padded()).loss  # type: ignore[no-any-return]
+
+    whole = made(MODELS["gpt2"])
+    want = loss_of(whole)
+    want.backward()
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        model = tpcore.parallelize(made(MODELS["gpt2"]), context_parallel="ring")
+        loss = loss_of(model)
+        torch.testing.assert_close(loss, want, rtol=EXACT, atol=EXACT)
+        loss.backward()
+        assert_gradients(ctx, model, whole)
+
+    for axes in (CP2, CP2_TP2):
+        run_ranks(Mesh(axes), rank)
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {

@@ -279,6 +279,33 @@ def test_the_load_of_experts_is_that_of_all_data_ranks(options: dict[str, Any]) 
         run_ranks(Mesh({"dp": 2, "tp": tp}), rank)
 
 
+@pytest.mark.parametrize(
+    ("axes", "engine"), [({"pp": 2, "dp": 2, "tp": 1}, False), ({"pp": 2, "dp": 1, "tp": 1}, True)], ids=str
+)
+def test_the_load_of_stages_is_that_of_each_microbatch_once(axes: dict[str, int], engine: bool) -> None:
+    """Not of the bubble, not of what backward computes again, and read where one data rank alone had a forward."""
+    (step,) = batches(2)[:1]
+    batch = {name: torch.cat([one[name] for one in step]) for name in step[0]}
+    logits = hf.double(mixtral)(**batch, output_router_logits=True).router_logits
+    want = [torch.bincount(one.topk(2).indices.flatten(), minlength=4).double() for one in logits]
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        model: Any = tpcore.parallelize(hf.double(mixtral).train(), num_microbatches=2)
+        run = tpcore.PipelineModel(model, 2).run_train if engine else lambda **b: model(**b).loss.backward()
+        load = tpcore.models.ExpertLoad(model)
+        if ctx.coord("dp") == 0:
+            run(**batch)
+        if not engine and ctx.coord("dp") == 0:
+            run(**{name: t[:2] for name, t in batch.items()})
+            with torch.no_grad():
+                model(**{name: t[2:] for name, t in batch.items()})  # counts as much as what is recomputed
+        (found,) = load.read().values()
+        counts = want[ctx.coord("pp")]
+        torch.testing.assert_close(found.share, counts / counts.sum())
+
+    run_ranks(Mesh(axes), rank)
+
+
 def test_a_model_without_experts_has_no_load() -> None:
     with pytest.raises(ValueError, match="LlamaForCausalLM has no layer of experts"):
         run_ranks(Mesh({"tp": 1}), lambda ctx: tpcore.models.ExpertLoad(hf.llama()))

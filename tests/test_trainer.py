@@ -38,7 +38,8 @@ from tpcore.integrations.transformers import Trainer, check_arguments
 
 CONTEXT_STAGES = Mesh({"pp": 2, "dp": 1, "cp": 2, "tp": 1})
 HALF = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
-EPOCH = {"max_steps": -1, "num_train_epochs": 1}  # 22 examples by 4: the last batch has 2
+GROUPED = {"max_steps": -1, "num_train_epochs": 2, "train_sampling_strategy": "group_by_length"}
+"""22 examples by 4: the last batch has 2. Torch draws the order of each epoch."""
 
 TRAINER = {
     "create_accelerator_and_postprocess": [],
@@ -70,8 +71,8 @@ def test_what_is_overridden_is_there_and_listed() -> None:
     [
         (TP, {"sequence_parallel": True}, True, {}, {"gradient_accumulation_steps": 2}),
         (TP, {}, False, {}, {"label_smoothing_factor": 0.1, "optim": "sgd", "max_grad_norm": 0.0}),
-        (BOTH, {"sequence_parallel": True}, {"bucket_mb": 1e-3}, HALF, {"weight_decay": 0.1}),
-        (STAGES, {"num_microbatches": 4}, True, {}, EPOCH),
+        (BOTH, {"sequence_parallel": True}, {"bucket_mb": 1e-3}, HALF, {**GROUPED, "dataloader_drop_last": True}),
+        (STAGES, {"num_microbatches": 4}, True, {}, GROUPED),
         (CONTEXT, {"context_parallel": "ring"}, True, HALF, {}),
         pytest.param(
             CONTEXT_STAGES, {"context_parallel": "auto", "num_microbatches": 4}, True, {}, {}, marks=pytest.mark.slow

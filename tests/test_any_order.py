@@ -10,7 +10,7 @@ import hf
 import pytest
 import torch
 from hf import GPT2, double, llama, mixtral, part, text
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from test_peft import config, peft, warm
 from tiers import SLOW
@@ -108,6 +108,14 @@ def programs(mesh: str) -> st.SearchStrategy[Program]:
     return st.lists(st.one_of(steps), min_size=3, max_size=8)
 
 
+def known(odd: int) -> list[Program]:
+    """What was wrong once: ``odd`` tokens stay whole."""
+    return [
+        [("loss", 8), ("eval", odd), ("loss", odd), ("all", 0)],
+        [("loss", odd), ("loss", 8), ("eval", 8), ("backward", 0)],
+    ]
+
+
 CASES = [
     ("llama", "tokens", "reentrant"),
     ("gpt2", "stages", ""),
@@ -129,12 +137,13 @@ def test_any_order_gives_the_gradients_of_each_by_itself(name: str, mesh: str, h
     axes, options = MESHES[mesh]
     few = (name, mesh, how) in CASES
 
-    @settings(max_examples=3 if few else 12, deadline=None, derandomize=few)
-    @given(st.lists(programs(mesh), min_size=2, max_size=4))
+    # without shrinking: an example takes a second
+    @settings(max_examples=3 if few else 12, deadline=None, derandomize=few, phases=[Phase.generate])
+    @given(st.lists(programs(mesh), min_size=1, max_size=3))
     def check(several: list[Program]) -> None:
         def rank(ctx: tpcore.ParallelContext) -> None:
             model = made(name, RECOMPUTED[how], **options)
-            for program in several:
+            for program in [*known(6 if mesh == "context" else 7), *several]:
                 model.zero_grad()
                 done = played(model, program)
                 if ctx.data.size > 1:

@@ -358,6 +358,11 @@ def test_the_seats_of_experts_are_for_whole_sequences(
     assert (max(expected[0][1]) > 0) == (factor < 1)
 
 
+def test_seats_of_an_all_to_all_are_for_a_rank() -> None:
+    options = {"dispatch": "all_to_all", "capacity_factor": 1.0}
+    hf.refused("seats would be for a rank's own tokens", routed, {"dp": 1, "ep": 2, "cp": 2, "tp": 1}, **options)
+
+
 def test_hooks_outside_of_the_layers_see_whole_sequences() -> None:
     """NEFTune's noise depends on the number of tokens; so may any other hook before and after the layers."""
 

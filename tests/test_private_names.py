@@ -53,6 +53,7 @@ NAMES: dict[str, dict[str, str]] = {
         "torch:_weight_int8pack_mm": "",
         "torch._C:_are_functorch_transforms_active": "",
         "torch._C:_current_autograd_node": "",
+        "torch._C:_current_graph_task_id": "",
         "torch._C:_disabled_torch_function_impl": "",
         "torch._C:_distributed_c10d": "",
         "torch._export.utils:_compiling_state_context": "()",

@@ -102,11 +102,6 @@ def parallelize(
     if is_guarded(model):
         raise ValueError(f"this {type(model).__name__} is sharded already: parallelize it once, from the whole")
     tokens = context_of(model, context, context_parallel)
-    if tokens is not None and capacity_factor is not None and dispatch != GATHERED:
-        raise ValueError(
-            f"dispatch={dispatch!r} with capacity_factor={capacity_factor} over cp={tokens[0].size}: seats would be "
-            f"for a rank's own tokens, not for whole sequences: pass dispatch={GATHERED!r}, or no capacity_factor"
-        )
     stages = _number_of_stages(context, num_microbatches)
     with use(context), quantized.torchao_aside(model, quantize, staged=num_microbatches is not None):
         rules, cuts = _decided(model, dict(plan or {}), expert_parallel, context, stages, sending)
@@ -148,6 +143,12 @@ def _decided(
     cuts = decide(model, rules, expert_parallel, ep)
     of_experts = [cut for cut in cuts if cut.style == styles.EXPERTS]
     check_dispatch(type(model).__name__, {cut.name: cut.module for cut in of_experts}, sending)
+    cp, factor = context.mesh.axes.get("cp", 1), sending.capacity_factor
+    if cp > 1 and factor is not None and sending.way != GATHERED:
+        raise ValueError(
+            f"dispatch={sending.way!r} with capacity_factor={factor} over cp={cp}: seats would be for a rank's own "
+            f"tokens, not for whole sequences: pass dispatch={GATHERED!r}, or no capacity_factor"
+        )
     if tp * stages == 1:
         cuts = of_experts  # where steps are compiled, they are one program at tp=1 too
     if tp > 1:

@@ -17,10 +17,11 @@ from ..layers.tokens import Visible
 from ..log import inform
 from ..runtime.context import ParallelContext, current
 from ..train.pipeline import PipelinedLayers
-from .dealt import ATTENTION, DealtRows, DealtTokens, SequenceLoss, see_whole
+from .dealt import ATTENTION, DealtTokens, SequenceLoss
 from .experts import ShardedExperts
 from .guards import guard
 from .heads import key_value_width
+from .rows import DealtRows, see_whole
 
 _CONTEXT = "_tpcore_context"
 """Where attention modules find their model's ``DealtTokens``."""

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from ..comm import mappings as ops
 from ..comm.comm import Comm
@@ -24,7 +22,7 @@ IGNORED = -100
 """The label of tokens that no loss counts: transformers' own."""
 ATTENTION = "tpcore_context_parallel"
 """The name by which transformers knows attention over the tokens of all ranks."""
-_DOCUMENTS, _WHOLE = "tpcore_documents", "_tpcore_whole"
+_DOCUMENTS = "tpcore_documents"
 _SEQUENCES = ("input_ids", "inputs_embeds", "token_type_ids", "lang_ids", "labels", "shift_labels")
 _KNOWN = (*_SEQUENCES, "position_ids", "attention_mask", "num_items_in_batch")
 
@@ -49,7 +47,7 @@ class DealtTokens:
     compared: bool = False
     """Whether the ranks' batches were compared."""
     rows_are_whole: bool = False
-    """While a module of :func:`see_whole` runs."""
+    """While a module outside of the layers runs on them."""
 
     def order(self, length: int) -> TokenOrder:
         """Which of ``length`` tokens each rank has."""
@@ -88,31 +86,6 @@ class DealtTokens:
         if takes(base, "use_cache"):
             kwargs["use_cache"] = False
         return (), {**kwargs, "attention_mask": mask if mask.numel() else None}
-
-    def over_whole(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """This rank's tokens of what ``call`` makes of whole rows, whose arguments are this rank's."""
-        tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.ndim in (2, 3)]
-        if self.rows_are_whole or not tensors:
-            return call(*args, **kwargs)
-        tokens = tensors[0].shape[1]
-        order, length = self.order(tokens * self.comm.size), tokens * self.comm.size
-
-        def whole(value: Any) -> Any:
-            if isinstance(value, Tensor) and value.ndim == 4 and value.shape[1:3] == (1, 1):  # made by ``deal``
-                return value[:, 0, 0] if value.dtype == torch.bool else None
-            of_tokens = isinstance(value, Tensor) and value.ndim in (2, 3) and value.shape[1] == tokens
-            return order.whole(value) if of_tokens else value
-
-        def cut(value: Any) -> Any:
-            of_tokens = isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == length
-            return order.cut(value) if of_tokens else value
-
-        self.rows_are_whole = True  # for modules inside
-        try:
-            output = call(*map(whole, args), **{name: whole(value) for name, value in kwargs.items()})
-        finally:
-            self.rows_are_whole = False
-        return tree_map(cut, output)
 
     def leave(self, base: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """A hook: what routers say of all tokens, ``[batch * tokens, experts]``, whose loss is of means over them."""
@@ -232,61 +205,6 @@ class DealtTokens:
     def count(self, labels: Tensor) -> Tensor:
         """The number of labels that count, of all ranks."""
         return self.comm.all_reduce((labels != IGNORED).sum().reshape(1)).squeeze(0)
-
-
-def see_whole(module: nn.Module, context: DealtTokens, always: bool) -> None:
-    """Let ``module``, which is outside of the layers, run on whole rows where a hook that is not tpcore's may ask how
-    many tokens there are, as NEFTune's noise does; or ``always``."""
-    original = type(module)
-
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        context, always = self.__dict__[_WHOLE]
-        run = partial(original.__call__, self)
-        return context.over_whole(run, args, kwargs) if always or _is_watched(self) else run(*args, **kwargs)
-
-    names = {"__module__": original.__module__, "__qualname__": original.__qualname__}
-    module.__dict__[_WHOLE] = context, always
-    module.__class__ = type(original.__name__, (original,), {**names, "__call__": call})
-
-
-def _is_watched(module: nn.Module) -> bool:
-    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-    made = [hook.func if isinstance(hook, partial) else hook for hook in hooks]
-    return any(not str(getattr(hook, "__module__", "")).startswith("tpcore.") for hook in made)
-
-
-class DealtRows:
-    """Of what a layer of experts is given, ``[rows times tokens, ...]``, in calls of the module around it."""
-
-    def __init__(self, context: DealtTokens, layer: nn.Module, around: nn.Module) -> None:
-        self.comm, self._context, self._layer = context.comm, context, type(layer).__name__
-        self._rows: int | None = None
-        around.register_forward_pre_hook(self._enter, with_kwargs=True)
-        around.register_forward_hook(self._leave, always_call=True)
-
-    def _enter(self, around: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        hidden = next((t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.ndim == 3), None)
-        self._rows = None if hidden is None else len(hidden)
-
-    def _leave(self, around: nn.Module, args: Any, output: Any) -> None:
-        self._rows = None
-
-    def _of(self, x: Tensor, ranks: int) -> tuple[TokenOrder, Tensor]:
-        if self._rows is None:
-            raise ValueError(
-                f"capacity_factor over cp={self.comm.size}: {self._layer} is called, or recomputed, outside of the "
-                "module that takes [batch, tokens, size], so that whole sequences are not known"
-            )
-        by_row = x.unflatten(0, (self._rows, -1))
-        return self._context.order(by_row.shape[1] * ranks), by_row
-
-    def whole(self, x: Tensor) -> Tensor:
-        order, by_row = self._of(x, self.comm.size)
-        return order.whole(by_row).flatten(0, 1)
-
-    def cut(self, x: Tensor) -> Tensor:
-        order, by_row = self._of(x, 1)
-        return order.cut(by_row).flatten(0, 1)
 
 
 def _tokens_of(kwargs: Mapping[str, Any]) -> Tensor:

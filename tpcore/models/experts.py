@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,19 +39,10 @@ from .dispatch import (
     with_capacity,
 )
 from .heads import Need
+from .rows import DealtRows
 
 _NUMBERS, _WEIGHTS = "top_k_index", "top_k_weights"
 _DISTRIBUTED = "_is_expert_parallel"  # of experts that pass by the numbers of others: releases before 5.23 have none
-
-
-class Sequences(Protocol):
-    """Whole sequences, of whose tokens each rank of ``comm`` has some: tensors ``[rows times tokens, ...]``."""
-
-    comm: Comm
-
-    def whole(self, x: Tensor) -> Tensor: ...
-
-    def cut(self, x: Tensor) -> Tensor: ...
 
 
 class ShardedExperts(ParallelModule):
@@ -80,7 +71,7 @@ class ShardedExperts(ParallelModule):
         """Whether a rank of tp has some experts, and not features of all."""
         self.of_a_rank = next(p for p in self._parameters.values() if p is not None).shape[0] if self._spread else None
         """The number of experts that a rank has; None if it has features of all."""
-        self.sequences: Sequences | None = None
+        self.sequences: DealtRows | None = None
         """Of which this rank has some of the tokens, over cp."""
         self.watchers: list[Callable[[Tensor], None]] = []
         """Called in each forward with the number of choices that this rank drops, of its own or for its experts."""
@@ -182,7 +173,7 @@ class ShardedExperts(ParallelModule):
     def number_of_experts(self) -> int:
         return next(iter(self.shard_specs.values())).shape[0]
 
-    def _with_seats(self, numbers: Tensor, weights: Tensor, sequences: Sequences) -> dict[str, Tensor]:
+    def _with_seats(self, numbers: Tensor, weights: Tensor, sequences: DealtRows) -> dict[str, Tensor]:
         """Both without the choices that have no seat among those of whole sequences, and of all ep ranks."""
         local, ep = len(numbers), 1 if self.ep is None else self.ep.size
         whole = sequences.whole(numbers)

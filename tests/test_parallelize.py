@@ -198,8 +198,9 @@ def codegen() -> Any:
 
 
 def ctrl() -> Any:
-    sizes = {"vocab_size": 99, "n_embd": 32, "dff": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
-    return transformers.CTRLLMHeadModel(transformers.CTRLConfig(**sizes))
+    """Its MLP is an ``nn.Sequential``."""
+    sizes = {"vocab_size": 99, "n_embd": 32, "dff": 64, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    return transformers.CTRLLMHeadModel(transformers.CTRLConfig(**sizes, resid_pdrop=0.0, embd_pdrop=0.0))
 
 
 def trained() -> Any:
@@ -216,15 +217,21 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         {"model.layers.*.mlp.up": "colwise"},
         "match no module and no parameter: 'model.layers.\\*.mlp.up'",
     ),
-    "a rule for one expert of every layer": (
-        nllb_moe,
-        {"model.encoder.layers.*.ffn.experts.expert_0.fc1": "colwise"},
-        r"no parameter: 'model.encoder.layers.\*.ffn.experts.expert_0.fc1'. .* of a layer or of an expert_1$",
+    "a number that no module has": (
+        ctrl,
+        {"transformer.h.*.ffn.1.weight": "colwise"},
+        r"no parameter: 'transformer.h.\*.ffn.1.weight'. .* of a layer or of an expert_1$",
     ),
+    "a number where layers differ": (ctrl, {}, r"'transformer.h.\*.ffn.0', 'transformer.h.\*.ffn.2'$"),
     "an unknown style": (
         llama,
         {"model.layers.*.mlp.up_proj": "diagonal"},
         "mlp.up_proj .*'diagonal' is not supported",
+    ),
+    "no entries for heads": (
+        llama,
+        {"model.layers.*.input_layernorm": "parameter_heads"},
+        "input_layernorm .LlamaRMSNorm. has no entry, and no module, for each head",
     ),
     "no attention": (mamba, {}, "have no attention to shard"),
     "no plan": (
@@ -246,6 +253,19 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     ),
     "gradients of the whole": (trained, {}, "zero_grad"),
 }
+
+
+def test_a_written_number_is_itself_beside_the_number_of_a_layer() -> None:
+    attention = {f"transformer.h.*.multi_head_attention.{name}": "colwise" for name in ("Wq", "Wk", "Wv")}
+    attention["transformer.h.*.multi_head_attention.dense"] = "rowwise"
+    mlp = {"transformer.h.*.ffn.0": "colwise", "transformer.h.*.ffn.2": "rowwise"}
+    hf.assert_equals_whole(ctrl, plan=attention | mlp)
+
+    def kinds(ctx: tpcore.ParallelContext) -> list[str]:
+        model = tpcore.parallelize(ctrl(), plan=attention | mlp | {"transformer.h.1.ffn": "replicate"})
+        return [type(layer.ffn[i]).__name__ for layer in model.transformer.h for i in (0, 2)]
+
+    assert run_ranks(TWO, kinds)[0] == ["ColumnParallelLinear", "RowParallelLinear", "Linear", "Linear"]
 
 
 @pytest.mark.parametrize("what", REFUSED)

@@ -83,10 +83,6 @@ class Activated(Network):
         return self.down_proj(x)
 
 
-def applied(module: nn.Module, x: Tensor) -> Tensor:
-    return module(x)
-
-
 class Normed(Network):
     """A norm of the features of all ranks, which no rank has alone."""
 
@@ -94,41 +90,6 @@ class Normed(Network):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(self.norm(self.gate_proj(x)))
-
-
-class Passed(Network):
-    more = ACT
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(applied(self.act, self.gate_proj(x)))
-
-
-class Hidden(Network):
-    """Its projections are in other methods."""
-
-    more = ACT
-
-    def up(self, x: Tensor) -> Tensor:
-        return self.gate_proj(x)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.act(self.up(x)))
-
-
-class Stored(Network):
-    more = ACT
-
-    def forward(self, x: Tensor) -> Tensor:
-        parts: list[Tensor] = []
-        parts.append(self.gate_proj(x))
-        return self.down_proj(self.act(torch.cat(parts, -1)))
-
-
-class Twice(Network):
-    more = ACT
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.act(self.gate_proj(self.act(x))))
 
 
 def with_network(kind: type[Network]) -> Any:
@@ -139,7 +100,7 @@ def with_network(kind: type[Network]) -> Any:
 
 
 class Latent(Network):
-    """Its norm is as wide as a head would be, and its input came through torch after sharded features did."""
+    """Its norm is as wide as a head would be."""
 
     more = {"norm": lambda: nn.LayerNorm(4), "squeeze": lambda: nn.Linear(HIDDEN, 6)}
     more |= {"up_proj": lambda: nn.Linear(4, WIDE)}
@@ -151,13 +112,17 @@ class Latent(Network):
         return self.down_proj(torch.mul(gate, self.up_proj(self.norm(torch.relu(latent)))))
 
 
-@pytest.mark.parametrize("kind", [Before, After, Latent])
-def test_a_module_that_sees_whole_values_needs_no_rule(kind: type[Network]) -> None:
-    hf.assert_equals_whole(lambda: with_network(kind), (2,))
+WHOLE = {Before: "squeeze norm widen", After: "scale router", Latent: "norm squeeze"}
 
 
-REACHED = {Scaled: "scale", Gated: "router", Activated: "act", Passed: "act"}
-REACHED |= {Normed: "norm", Hidden: "act", Stored: "act", Twice: "act"}
+@pytest.mark.parametrize("kind", WHOLE)
+def test_modules_that_see_whole_values_alone_are_whole_if_a_rule_says_so(kind: type[Network]) -> None:
+    plan = {f"model.layers.*.mlp.{name}": "replicate" for name in WHOLE[kind].split()}
+    hf.assert_equals_whole(lambda: with_network(kind), (2,), plan=plan)
+
+
+REACHED = {Scaled: "scale", Gated: "router", Activated: "act", Normed: "norm"}
+REACHED |= {kind: names.split()[0] for kind, names in WHOLE.items()}
 
 
 @pytest.mark.parametrize("kind", REACHED)

@@ -23,7 +23,7 @@ from . import plan as styles
 from . import quantized
 from .arguments import takes
 from .context import context_of, cut_context
-from .cuts import Cut, attentions, decide, inside
+from .cuts import Cut, attentions, check_inside, decide
 from .dispatch import GATHERED, Dispatch
 from .experts import check_dispatch, dispatch_by
 from .forwards import drop_by_rank, share_inputs
@@ -61,7 +61,7 @@ def parallelize(
     so that an optimizer made before keeps working. ``model.config`` is not changed.
 
     ``plan``: rules that override the model's own. A rule is a style for a name of ``model.named_modules()``,
-    with ``*`` for the number of a layer or an ``expert_1``; ``"replicate"`` leaves a module whole. Instead of a style
+    with ``*`` for any number of a layer or an ``expert_1``; ``"replicate"`` leaves a module whole. Instead of a style
     it may be the blocks (``tpcore.Block``) in which a linear layer's output features are cut.
     ``sequence_parallel``: between attention and MLP each rank keeps some of the tokens, in every forward
     whose number of tokens tp divides. ``expert_parallel``: each tp rank has whole experts of every layer that has
@@ -152,7 +152,7 @@ def _decided(
     if tp * stages == 1:
         cuts = of_experts  # where steps are compiled, they are one program at tp=1 too
     if tp > 1:
-        cuts += inside(model, cuts, rules)
+        check_inside(model, cuts, rules)
     check_fit(type(model).__name__, [need for cut in cuts for need in cut.needs], tp)
     return rules, cuts
 

@@ -1,7 +1,7 @@
 """The cuts of a model: rules become one decision for each module, before any change.
 
 A plan has no rule for a module that its author did not think of. After a sharded projection its gradient would be that
-of this rank's heads, in silence: each such module is provably right as it is, gets a style, or is refused.
+of this rank's heads, in silence: each such module is as wide as whole values, has a rule, or is refused.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from . import plan
 from .experts import specs_of
 from .heads import Need, fused, grouped, groups, head_size
 from .plan import Rule, rule_of, unknown_style, wildcard
-from .source import Flow
 
 LINEAR = frozenset(
     {plan.COLUMN, plan.COLUMN_GATHERED, plan.ROW, plan.ROW_SPLIT}
@@ -70,11 +69,10 @@ def decide(model: nn.Module, rules: Mapping[str, Rule], expert_parallel: bool = 
     ``expert_parallel``: whole experts are distributed over tp, instead of the features of all. ``ep``: among how many
     ranks the experts are divided besides."""
     matched, wrong = [], dict[str, str]()
-    whole = [name for name, rule in rules.items() if rule == plan.REPLICATE]
-    rules = {k: v for k, v in rules.items() if not any(k.startswith(f"{name}.") for name in whole)}
+    whole = tuple(f"{name}." for name, _ in model.named_modules() if rule_of(name, rules) == plan.REPLICATE)
     for name, module in model.named_modules():
         rule = rule_of(name, rules)
-        if rule is None or rule in (plan.REPLICATE, plan.LOCAL_PARAMETERS):
+        if rule is None or rule in (plan.REPLICATE, plan.LOCAL_PARAMETERS) or name.startswith(whole):
             continue
         _check_plain(name, module)
         mismatch = _mismatch(name, module, rule)
@@ -86,7 +84,7 @@ def decide(model: nn.Module, rules: Mapping[str, Rule], expert_parallel: bool = 
     bare, by_heads = defaultdict[str, dict[str, str]](dict), dict[str, Cut]()
     for name, p in model.named_parameters():
         rule, (owner, _, leaf) = rule_of(name, rules), name.rpartition(".")
-        if rule is None or rule == plan.REPLICATE or name in modules or owner in wrong:
+        if rule is None or rule == plan.REPLICATE or name in modules or owner in wrong or name.startswith(whole):
             continue
         if rule_of(owner, rules) in _OF_EXPERTS and isinstance(rule, str):
             bare[owner][leaf] = rule
@@ -135,12 +133,20 @@ def _mismatch(name: str, module: nn.Module, rule: Rule) -> str | None:
     if rule not in plan.STYLES:
         return unknown_style(plan.wildcard(name), type(module), rule)
     suits = is_linear(module) if rule in LINEAR else rule not in EMBEDDING or isinstance(module, nn.Embedding)
+    if rule == plan.PARAMETER_HEADS and len(_heads_of(module)) != 1:
+        return f"{wildcard(name)} ({kind.__name__}) has no entry, and no module, for each head, as {rule!r} shards them"
     if suits:
         return None
     return (
         f"{plan.wildcard(name)} is a {kind.__module__}.{kind.__qualname__}, and style {rule!r} shards "
         f"{'a linear layer' if rule in LINEAR else 'an embedding'} of torch or transformers alone: {_leave(name)}"
     )
+
+
+def _heads_of(module: nn.Module) -> set[int]:
+    """The numbers of heads for which a module has entries in its parameters, or one module each."""
+    lists = [child for child in module.modules() if isinstance(child, nn.ModuleList)]
+    return {len(child) for child in lists} if lists else {p.shape[0] for p in module.parameters() if p.ndim == 2}
 
 
 def _queries(matched: list[tuple[str, nn.Module, Rule]]) -> dict[str, int]:
@@ -175,6 +181,9 @@ def _cut(model: nn.Module, name: str, module: nn.Module, rule: Rule, queries: Ma
     elif rule == plan.QKV_COLUMN:
         blocks, more = fused(name, owner, features(module)[1], width)
         needs += more
+    elif rule == plan.PARAMETER_HEADS:
+        (count,) = _heads_of(module)
+        blocks, needs = (Block(count, 1, replicate=True),), [Need(name, count, "heads", shared=True)]
     elif rule == plan.ROW:
         needs = [Need(name, features(module)[0], "input features")]
     elif rule in (plan.PACKED_COLUMN, plan.PACKED_ROW):
@@ -204,12 +213,10 @@ _OPENS = frozenset({plan.COLUMN, plan.PACKED_COLUMN, plan.QKV_COLUMN, plan.EMBED
 _CLOSES = frozenset({plan.ROW, plan.PACKED_ROW})
 
 
-def inside(model: nn.Module, cuts: list[Cut], rules: Mapping[str, Rule]) -> list[Cut]:
-    """The cuts of modules without a rule that sharded features reach. One ValueError names all modules for
-    which no style is surely right."""
+def check_inside(model: nn.Module, cuts: list[Cut], rules: Mapping[str, Rule]) -> None:
+    """One ValueError names all modules without a rule that sharded features may reach, for none surely stays right."""
     ends = [cut for cut in cuts if cut.style in _OPENS | _CLOSES]
     opened, closed = (_ancestors([cut for cut in ends if cut.style in s]) for s in (_OPENS, _CLOSES))
-    more: list[Cut] = []
     wrong: list[str] = []
     for name, block in model.named_modules():
         prefix = f"{name}." if name else ""
@@ -218,18 +225,11 @@ def inside(model: nn.Module, cuts: list[Cut], rules: Mapping[str, Rule]) -> list
         if not (columns or (rows and name not in opened)):
             continue  # no sharded features pass here, but perhaps in blocks inside
         near = [cut for cut in ends if cut.name.startswith(prefix)]
-        parts = {child: p for child, p in _whole(name, block, rules) if child not in columns | rows}
-        unclear = {child: part for child, part in parts.items() if not _is_wide(part, near, block)}
-        flow = Flow(block, columns, rows, parts) if unclear and columns else None
-        for child, part in unclear.items():
-            reached = flow is not None and flow.is_reached(child)
-            styled = list(_styled(prefix + child, part, near, block)) if reached else []
-            if not styled and not (flow and flow.is_whole(child)):
+        for child, part in _whole(name, block, rules):
+            if child not in columns | rows and not _is_wide(part, near, block):
                 wrong.append(_refusal(prefix + child, part, name, block))
-            more += styled
     if wrong:
         raise ValueError("; ".join(dict.fromkeys(wrong)))
-    return more
 
 
 def _whole(name: str, block: nn.Module, rules: Mapping[str, Rule]) -> Iterator[tuple[str, nn.Module | nn.Parameter]]:
@@ -260,30 +260,12 @@ def _is_wide(part: nn.Module | nn.Parameter, near: list[Cut], block: nn.Module) 
     return all(len(shape) == 1 and shape[0] in wide for shape in _shapes(part))
 
 
-def _styled(name: str, part: nn.Module | nn.Parameter, near: list[Cut], block: nn.Module) -> Iterator[Cut]:
-    """The cuts of a module with sharded inputs: summed if it treats all heads alike, else by heads."""
-    if isinstance(part, nn.Parameter):
-        return
-    size, heads = head_size(block), {n.count for cut in near for n in cut.needs if n.what.endswith("heads")}
-    lists = [child for child in part.modules() if isinstance(child, nn.ModuleList)]
-    counts = {len(child) for child in lists} if lists else {s[0] for s in _shapes(part) if len(s) == 2}
-    if size is None:
-        return
-    if not lists and _shapes(part) == {(size,)}:
-        for inner, module in part.named_modules():
-            yield Cut(f"{name}.{inner}".rstrip("."), module, plan.SUMMED)
-    elif len(counts) == 1 and counts <= heads and _shapes(part) == {(size,) if lists else (*counts, size)}:
-        (count,) = counts
-        need = Need(name, count, "heads", shared=True)
-        yield Cut(name, part, plan.PARAMETER_HEADS, (Block(count, 1, replicate=True),), (need,))
-
-
 def _refusal(name: str, part: nn.Module | nn.Parameter, owner: str, block: nn.Module) -> str:
     shapes = ", ".join(map(str, sorted(_shapes(part))))
     summed = owner if isinstance(part, nn.Parameter) else name
     return (
         f"{wildcard(name)} ({type(part).__name__}, {shapes}) is whole inside the sharded "
-        f"{type(block).__name__}, and its use does not show how: plan={{{wildcard(summed)!r}: "
+        f"{type(block).__name__}, and no rule says how it is used: plan={{{wildcard(summed)!r}: "
         f"{plan.SUMMED!r}}} says that it treats all heads and features alike, of which it sees this rank's, "
         f"{{{wildcard(name)!r}: {plan.REPLICATE!r}}} that it sees, and meets, whole values only"
     )

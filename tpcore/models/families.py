@@ -36,6 +36,7 @@ def _bloom(config: Any) -> Rules:
     return {
         "{h.*.self_attention,layers.*.self_attn,layers.*.attention}.query_key_value": projection,
         "h.*.self_attention": "heads_argument",  # alibi
+        "layers.*.self_attn.{q,k}_layernorm": "replicated_with_grad_allreduce",  # Persimmon's, of each head's features
     }
 
 
@@ -51,7 +52,7 @@ def _latent(config: Any) -> Rules:
         attention + "o_proj": "rowwise",
         "layers.*.self_attn.softmax_scaling": "local_params",
         "layers.*.self_attn.softmax_scaling.{scale,bias}": "colwise",
-        "layers.*.self_attn.indexer": "replicate",
+        "layers.*.self_attn.{indexer,q_a_proj}": "replicate",
         "rotary_emb": "replicated_with_grad_allreduce",  # Mistral Large 4 learns its angles
     }
 
@@ -93,6 +94,15 @@ FAMILIES = (
         "encoder.layer.*.{attention.,crossattention.,}output.dense",
         {"encoder.layer.*.output.adapter_modules": "replicate"},
     ),
+    # what plans of transformers leave out: norms of each head's features, and what sees whole values alone
+    Family(
+        "glm4_moe phi qwen3_vl_moe_text",
+        more={"layers.*.self_attn.{q,k}_{norm,layernorm}": "replicated_with_grad_allreduce"},
+    ),
+    Family("cohere", more={"layers.*.self_attn.{q,k}_norm": "parameter_heads"}),
+    Family("deepseek_v2 glm4_moe_lite minicpm3", more={"layers.*.self_attn.q_a_proj": "replicate"}),
+    Family("longcat_flash", more={"layers.*.self_attn.*.q_a_proj": "replicate"}),
+    Family("inkling_text", more={"layers.*.mlp.{,gate.}global_scale": "replicate"}),
     # families with a plan in transformers for which these rules are better, down to Phi-3: their own gathers q|k|v and
     # both halves of a gated MLP. Apertus' activation has parameters, whose gradients are summed
     Family("apertus apertus1p5_text", more={"layers.*.mlp.act_fn": "replicated_with_grad_allreduce"}),
@@ -168,6 +178,10 @@ FAMILIES = (
         "hunyuan_v1_dense muse_spark_text stablelm",  # Muse Spark's experts have a norm of all features: whole
         "layers.*.{self_attn.{q,k,v,gate}_proj,mlp.{gate,up}_proj}",
         "layers.*.{self_attn.o_proj,mlp.down_proj}",
+        {
+            "layers.*.self_attn.{query,key}_layernorm": "replicated_with_grad_allreduce",
+            "layers.*.self_attn.{q,k}_layernorm": "parameter_heads",  # StableLM's
+        },
     ),
     Family(
         "modernbert modernbert-decoder",

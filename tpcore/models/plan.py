@@ -20,12 +20,12 @@ HEADS_ARGUMENT = "heads_argument"
 SUMMED, REPLICATE, LOCAL_PARAMETERS = "replicated_with_grad_allreduce", "replicate", "local_params"
 EXPERTS, PARTIAL, IDENTITY_EXPERT = "moe_tp_experts", "all_reduce", "moe_identity_expert"
 LATENT = "mla_kv_a_proj"
-PARAMETER_HEADS = "parameter_heads"  # not for plans: decided by the shapes
+PARAMETER_HEADS = "parameter_heads"
 
 STYLES = frozenset(
     {COLUMN, COLUMN_GATHERED, ROW, ROW_SPLIT, PACKED_COLUMN, PACKED_ROW, QKV_COLUMN}
     | {EMBEDDING_ROW, EMBEDDING_COLUMN, EMBEDDING_HEADS, HEADS_ARGUMENT, SUMMED, REPLICATE, LOCAL_PARAMETERS}
-    | {EXPERTS, PARTIAL, IDENTITY_EXPERT, LATENT}
+    | {EXPERTS, PARTIAL, IDENTITY_EXPERT, LATENT, PARAMETER_HEADS}
 )
 ALIASES = {"colwise_rep": COLUMN_GATHERED, "rowwise_rep": ROW_SPLIT}  # before transformers 5.1, and
 ALIASES |= {"local_colwise": COLUMN, "local_rowwise": ROW}
@@ -43,15 +43,22 @@ def normalized(rules: Mapping[str, Rule]) -> dict[str, Rule]:
 
 
 def rule_of(name: str, rules: Mapping[str, Rule]) -> Rule | None:
-    """The rule for a module or parameter: first for its own name, then for its name with ``*``."""
-    return rules[name] if name in rules else rules.get(wildcard(name))
+    """The rule for a module or parameter: of its own name, else with the fewest ``*``, the later of two."""
+    if name in rules:
+        return rules[name]
+    fitting = [pattern for pattern in reversed(rules) if "*" in pattern and fits(pattern, name)]
+    return rules[min(fitting, key=lambda pattern: pattern.count("*"))] if fitting else None
+
+
+def fits(pattern: str, name: str) -> bool:
+    """Whether ``name`` is ``pattern`` with a number for each ``*``; a number that is written stands for itself."""
+    return re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), name) is not None
 
 
 def checked(user: Mapping[str, Rule], names: Iterable[str]) -> None:
     """Raise ValueError for rules that match no name: a misspelt rule would silently leave a layer whole."""
-    known = set(names)
-    known |= {wildcard(name) for name in known}
-    unused = [name for name in user if name not in known]
+    known = list(names)
+    unused = [pattern for pattern in user if not any(fits(pattern, name) for name in known)]
     if unused:
         raise ValueError(
             f"rules of the plan match no module and no parameter: {', '.join(map(repr, unused))}. Names are "

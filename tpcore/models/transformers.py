@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from torch import nn
@@ -53,7 +54,7 @@ def rules_of(model: Any, user: dict[str, Rule]) -> dict[str, Rule]:
     if not any(rule not in (plan.REPLICATE, plan.SUMMED) and name not in ends for name, rule in rules.items()):
         kinds = {type(m).__name__ for m in model.modules() if type(m).__name__.endswith("Experts")}
         experts = f", and layers of experts ({', '.join(sorted(kinds))}) are not sharded yet" if kinds else ""
-        linear = dict.fromkeys(wildcard(name) for name, module in model.named_modules() if is_linear(module))
+        linear = dict.fromkeys(_general(model, name) for name, module in model.named_modules() if is_linear(module))
         repeated = [repr(name) for name in linear if "*" in name and name not in ends]
         raise ValueError(
             f"{type(model).__name__} ({model.config.model_type}) has no plan of its own and its family is "
@@ -61,6 +62,13 @@ def rules_of(model: Any, user: dict[str, Rule]) -> dict[str, Rule]:
             f"layers, 'colwise' or 'rowwise': {', '.join(repeated) or 'it has none'}"
         )
     return _vocabulary(model, rules)
+
+
+def _general(model: nn.Module, name: str) -> str:
+    """``name`` with ``*`` for each number but those in an ``nn.Sequential``, whose modules differ."""
+    owners = [model.get_submodule(name[: match.start()].rstrip(".")) for match in re.finditer(r"[^.]+", name)]
+    parts = zip(name.split("."), owners, strict=True)
+    return ".".join(part if isinstance(owner, nn.Sequential) else wildcard(part) for part, owner in parts)
 
 
 def own_rules(model: Any) -> dict[str, Rule]:

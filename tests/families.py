@@ -306,7 +306,9 @@ def step(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     torch.manual_seed(1)  # what a model draws is drawn by its copies too
     model.train()
     output = model(**batch, **options)
-    loss = output.loss if getattr(output, "loss", None) is not None else _some_loss(_first(output))
+    loss = getattr(output, "loss", None)
+    if loss is None or getattr(output, "logits", None) is not None:  # a term of one's own reads all logits
+        loss = _some_loss(_first(output)) + (0 if loss is None else loss)
     loss.backward()
     model.eval()
     with torch.no_grad():

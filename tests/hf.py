@@ -24,6 +24,7 @@ from tpcore.testing import run_ranks
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import transformers
+    from transformers.loss import loss_utils
 
 transformers.logging.set_verbosity_error()
 
@@ -83,32 +84,31 @@ def text(vocab: int = 99, length: int = 8) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 
-def exact_loss(model: Any) -> Any:
-    """``model`` with a causal loss in its own precision: that of transformers rounds to float32."""
-    if type(model.loss_function).__name__ != "function" or "ForCausalLM" not in model.loss_function.__name__:
-        return model
+def _exact_loss(
+    logits: Tensor,
+    labels: Tensor,
+    vocab_size: int,
+    num_items_in_batch: Any = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    **_: Any,
+) -> Tensor:
+    """The causal loss in float64 where logits are: that of transformers rounds to float32."""
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    targets = F.pad(labels, (0, 1), value=ignore_index)[..., 1:] if shift_labels is None else shift_labels
+    reduction = "mean" if num_items_in_batch is None else "sum"
+    total = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=ignore_index, reduction=reduction)
+    return total if num_items_in_batch is None else total / num_items_in_batch
 
-    def loss(
-        logits: Tensor,
-        labels: Tensor,
-        vocab_size: int,
-        num_items_in_batch: Any = None,
-        shift_labels: Tensor | None = None,
-        **_: Any,
-    ) -> Tensor:
-        targets = F.pad(labels, (0, 1), value=-100)[..., 1:] if shift_labels is None else shift_labels
-        if num_items_in_batch is None:
-            return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / num_items_in_batch
 
-    loss.__name__ = model.loss_function.__name__
-    model.loss_function = loss
-    return model
+for _kind in ("ForCausalLM", "ForConditionalGeneration"):
+    loss_utils.LOSS_MAPPING[_kind] = _exact_loss
+loss_utils.ForCausalLMLoss = _exact_loss
 
 
 def double(make: Callable[[], nn.Module]) -> Any:
     torch.manual_seed(0)
-    return exact_loss(make().double())
+    return make().double()
 
 
 def step(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,18 +1,20 @@
-"""Whole modules inside sharded blocks: right without a rule, or refused by name; and what a forward's source says."""
+"""Whole modules inside sharded blocks: right without a rule, or refused by name; and inputs that layers share."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import hf
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from hf import llama
 from torch import Tensor, nn
 
-from tpcore.models.source import argument_of_calls, asks_loss_function, says
+from tpcore.models.source import argument_of_calls
 
 HIDDEN, WIDE = 32, 64
 Parts = dict[str, Callable[[], nn.Module | nn.Parameter]]
@@ -136,59 +138,28 @@ def test_the_remedy_of_the_refusal_is_right(kind: type[Network], name: str) -> N
     hf.assert_equals_whole(lambda: with_network(kind), (2,), plan=plan)
 
 
-class Plain:
-    def forward(self: Any, x: Any) -> Any:
-        return self.down(self.gate(x) * self.up(x)).view(x.shape)
+def residual(forward: Any) -> Any:
+    @wraps(forward)
+    def added(self: Any, x: Tensor) -> Tensor:
+        return forward(self, x) + x
+
+    return added
 
 
-class Residual:
-    def forward(self: Any, x: Any) -> Any:
-        return self.down(self.gate(x) * self.up(x)) + x
+class Decorated(transformers.models.llama.modeling_llama.LlamaMLP):
+    """Its source says that projections alone read its input."""
+
+    forward = residual(transformers.models.llama.modeling_llama.LlamaMLP.forward)
 
 
-class Changed:
-    def forward(self: Any, x: Any) -> Any:
-        x = x * 2
-        return self.down(self.gate(x) * self.up(x))
+def test_an_input_is_shared_in_forwards_of_transformers_alone() -> None:
+    def with_mlp() -> Any:
+        model = llama()
+        for layer in model.model.layers:
+            layer.mlp = Decorated(model.config)
+        return model
 
-
-class Other:
-    def forward(self: Any, x: Any, y: Any) -> Any:
-        return self.down(self.gate(x) * self.up(y))
-
-
-def test_an_input_is_shared_where_nothing_else_reads_it() -> None:
-    children = {"gate", "up"}
-    assert argument_of_calls(Plain.forward, children) == "x"
-    for kind in (Residual, Changed, Other):
-        assert argument_of_calls(kind.forward, children) is None
-    assert argument_of_calls(Plain.forward, {"gate", "up", "more"}) is None
-
-
-class Causal:
-    def forward(self: Any, x: Any, labels: Any) -> Any:
-        logits = self.lm_head(x) / self.scale
-        loss = self.loss_function(logits, labels)
-        return self.CausalLMOutput(loss=loss, logits=logits)
-
-
-class Masked:
-    def forward(self: Any, x: Any, labels: Any) -> Any:
-        logits = self.lm_head(x)
-        logits[:, :, self.image_tokens] = 0
-        return self.loss_function(logits, labels)
-
-
-def test_a_loss_of_parts_only_where_logits_are_not_looked_at() -> None:
-    assert asks_loss_function(Causal.forward)
-    assert not asks_loss_function(Masked.forward)
-    assert not asks_loss_function(Plain.forward)
-
-
-def test_super() -> None:
-    class Scaled(Plain):
-        def forward(self: Any, x: Any) -> Any:
-            return super().forward(x) * 2
-
-    assert says(Scaled.forward, r"\bsuper\(\)\.forward\b")
-    assert not says(Plain.forward, r"\bsuper\(\)\.forward\b")
+    hf.assert_equals_whole(with_mlp, (2,))
+    assert argument_of_calls(llama().model.layers[0].mlp, {"gate_proj", "up_proj"}) == "x"
+    assert argument_of_calls(llama().model.layers[0].mlp, {"gate_proj", "down_proj"}) is None
+    assert argument_of_calls(llama().model.layers[0], {"self_attn", "mlp"}) is None

@@ -35,6 +35,7 @@ from .loss import cut_loss
 from .plan import Rule, checked, wildcard
 from .replace import replace
 from .sequence import cut_sequence
+from .source import is_own
 from .transformers import checked_model, rules_of
 from .whole import save_whole
 
@@ -193,6 +194,8 @@ def _summary(model: nn.Module, capacity_factor: float | None) -> str:
         names[name] += sum(sizes.pop(id(p), 0) for p in module.parameters())
     large = [f"{name}.*" for name, size in names.most_common() if size >= total / 100]
     named = f"; whole: {', '.join(large)}" if large else ""
+    if isinstance(model.get_output_embeddings(), ColumnParallelLinear) and not is_own(model):  # type: ignore[operator]
+        named += "; logits are gathered in every step, for its forward is not transformers' own"
     if capacity_factor is not None:
         named += f"; capacity_factor={capacity_factor} drops choices: tpcore.models.ExpertLoad says how many"
     return f"{type(model).__name__}: sharded {split / total:.0%} of the parameters{named}"

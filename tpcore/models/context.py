@@ -22,6 +22,7 @@ from .experts import ShardedExperts
 from .guards import guard
 from .heads import key_value_width
 from .rows import DealtRows, see_whole
+from .source import is_own
 
 _CONTEXT = "_tpcore_context"
 """Where attention modules find their model's ``DealtTokens``."""
@@ -91,6 +92,7 @@ def _reason(model: Any) -> str | None:
         "it is an encoder with a decoder, whose cross attention sees another sequence": config.is_encoder_decoder,
         f"its {state} passes a state from token to token": state,
         "its attention adds a learned bias for each distance": biased,
+        "its class is not transformers' own, and its forward would see one rank's tokens": not is_own(model),
         f"{dropped}: ranks would draw other numbers than one process; set it to 0": dropped,
         f"rotary positions of type {rope and rope[1]} depend on the longest sequence of a batch": rope,
         f"it is none of {', '.join(_HEADS)}, whose loss is of each token: "

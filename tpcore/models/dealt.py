@@ -17,6 +17,7 @@ from ..layers.tokens import TokenOrder
 from ..runtime.consensus import WHOLE_BATCH, compare_ranks
 from ..runtime.context import current
 from .arguments import CACHES, named, takes
+from .logits import Logits
 
 IGNORED = -100
 """The label of tokens that no loss counts: transformers' own."""
@@ -191,15 +192,20 @@ class DealtTokens:
         return F.pad(places.diff(dim=-1) != 1, (1, 0)).cumsum(-1).expand(shape[:2])
 
     def after(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """A hook: logits of all tokens where no training step keeps them apart, and a masked model's loss."""
+        """A hook: logits of all tokens, in a training step once they are read, and a masked model's loss."""
         labels = kwargs.get("labels")
         if not self.shifted and labels is not None:
             count = (labels != IGNORED).sum()
             part = torch.where(count > 0, output["loss"], 0.0) * count
             output["loss"] = _total(part, self.comm) / self.count(labels)
-        if (labels is None and kwargs.get("shift_labels") is None) or not model.training:
-            logits = output["logits"]
-            output["logits"] = self.order(logits.shape[1] * self.comm.size).whole(logits)
+        logits = output["logits"]
+        order = self.order(logits.shape[1] * self.comm.size)
+        if model.training and not ops.transformed():
+            shape = logits.shape[0], logits.shape[1] * self.comm.size, *logits.shape[2:]
+            # backward of `whole` sums the gradients of all ranks' copies, which are alike
+            output["logits"] = Logits.of(logits, shape, order.whole, lambda grad: order.cut(grad) * self.comm.size)
+        else:
+            output["logits"] = order.whole(logits)
         return output
 
     def count(self, labels: Tensor) -> Tensor:

@@ -134,7 +134,7 @@ def share_inputs(model: nn.Module, cuts: list[Cut], copy: Callable[[Tensor], Ten
     done = set()
     for name, columns in columns_by_owner(model, cuts).items():
         owner = model.get_submodule(name)
-        argument = argument_of_calls(type(owner).forward, set(columns))
+        argument = argument_of_calls(owner, set(columns))
         if argument is not None and (copy is not None or len(columns) > 1):
             share_input(owner, *columns.values(), argument=argument, copy=copy)
             done.add(name)

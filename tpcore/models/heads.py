@@ -13,7 +13,6 @@ from ..comm import mappings as ops
 from ..comm.comm import Comm
 from ..layout.shard import Block
 from .plan import COLUMN, Rule, wildcard
-from .source import says
 
 _HEAD_SIZE = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size", "attention_head_dim")
 _HEAD_COUNT = ("num_heads", "num_attention_heads", "num_attn_heads", "n_heads", "n_head", "nhead")
@@ -126,7 +125,7 @@ def localize(owner: nn.Module, n: int, copies: int, width: int) -> None:
     groups = getattr(owner, "num_key_value_groups", None)
     if copies > 1 and isinstance(groups, int):
         setattr(owner, "num_key_value_groups", groups // copies)  # noqa: B010  typed as a module otherwise
-    if "config" in vars(owner) and says(type(owner).forward, rf"\.config\.({'|'.join(_HEAD_COUNT)})\b"):
+    if "config" in vars(owner):
         setattr(owner, "config", LocalConfig(owner.config, n))  # noqa: B010  typed as a module otherwise
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..comm.comm import Comm
@@ -16,7 +18,6 @@ from . import plan
 from .cuts import Cut
 from .experts import ShardedExperts
 from .forwards import go_around, select_heads, share_identity, sum_gradients
-from .source import says
 
 Places = dict[int, list[tuple[nn.Module, str]]]
 
@@ -92,6 +93,22 @@ def _parallel_layer(cut: Cut, comm: Comm) -> ParallelModule | None:
     return make[style]() if style in make else None
 
 
+def _asks_torch(old: nn.Embedding) -> bool:
+    """Whether the forward of a subclass looks rows up by ``nn.Embedding``'s: it is tried, for one id."""
+    asked = []
+
+    class Asked(nn.Embedding):
+        def forward(self, ids: Tensor) -> Tensor:
+            asked.append(ids)
+            return super().forward(ids)
+
+    probe = copy.copy(old)
+    probe.__class__ = type("Probe", (type(old), Asked), {})
+    with torch.no_grad():
+        probe.forward(torch.zeros(1, 1, dtype=torch.int64, device=old.weight.device))
+    return bool(asked)
+
+
 class _Table(ParallelEmbedding, nn.Embedding):
     """A parallel embedding that is also an ``nn.Embedding``, for subclasses that call ``super().forward``."""
 
@@ -103,7 +120,7 @@ def _embedding(old: nn.Module, collect: bool = True, **options: Any) -> Parallel
         layer = ParallelEmbedding.from_plain(old, **options)
         layer.collect_output = collect
         return layer
-    if not says(kind.forward, r"\bsuper\([^)]*\)\.forward\("):
+    if not _asks_torch(old):
         raise ValueError(
             f"{kind.__name__} has a forward of its own that does not ask nn.Embedding's: it cannot be cut; "
             "give its name the style 'replicate'"

@@ -1,0 +1,184 @@
+"""A part never passes for the whole in a user's code: losses of one's own, and whoever else reads logits."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import hf
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from hf import llama, text
+from torch import Tensor
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.trainer_pt_utils import LabelSmoother
+
+import tpcore
+from tpcore import Mesh
+from tpcore.models.logits import Logits
+from tpcore.testing import run_ranks
+
+TWO = Mesh({"tp": 2})
+CONFIG = transformers.LlamaConfig(**hf.TINY, num_key_value_heads=2)
+
+
+def z_loss(logits: Tensor) -> Tensor:
+    return logits.logsumexp(-1).pow(2).mean()
+
+
+def next_token(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+# -- who reads the logits of a training step ---------------------------------------------------------------
+
+
+def smoothed(output: Any, labels: Tensor) -> Tensor:
+    return LabelSmoother(0.1)(output, labels, shift_labels=True)
+
+
+def in_place(output: Any, labels: Tensor) -> Tensor:
+    output.logits[:, :, 7] = 0
+    output.logits /= 2
+    return next_token(output.logits, labels)
+
+
+class Doubled(torch.autograd.Function):
+    """Gets a tensor without torch's functions in between, and gives its gradient back so."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        return 2 * logits
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * grad
+
+
+READERS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "another term": lambda output, labels: output.loss + 1e-2 * z_loss(output.logits),
+    "the loss alone": lambda output, labels: output.loss,
+    "a loss in place of it": lambda output, labels: next_token(output.logits.float().to(torch.float64), labels),
+    "a label smoother": smoothed,
+    "numbers of the vocabulary": lambda output, labels: output.loss + output.logits[..., 60:].square().mean(),
+    "its size": lambda output, labels: output.loss + output.logits.sum() / output.logits.shape[-1],
+    "an entropy": lambda output, labels: (
+        output.loss - torch.distributions.Categorical(logits=output.logits).entropy().mean()
+    ),
+    "in place": in_place,
+    "a function of autograd": lambda output, labels: next_token(Doubled.apply(output.logits), labels),
+    "without gradients first": lambda output, labels: (
+        output.loss * (1 + (output.logits.detach().argmax(-1) == labels).double().mean()) + z_loss(output.logits)
+    ),
+    "a learned scale": lambda output, labels: z_loss(output.logits * torch.ones((), requires_grad=True)),
+}
+
+
+def reading(how: str) -> Callable[[Any, dict[str, Any]], tuple[Tensor, ...]]:
+    def run(model: Any, batch: dict[str, Any]) -> tuple[Tensor, ...]:
+        output = model.train()(**batch)
+        loss = READERS[how](output, batch["labels"])
+        loss.backward()
+        return (loss.detach(),)
+
+    return run
+
+
+@pytest.mark.parametrize("how", READERS)
+def test_who_reads_logits_of_a_training_step_sees_the_whole(how: str) -> None:
+    hf.assert_equals_whole(llama, (2,), run=reading(how))
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 1, "cp": 2, "tp": 1}, {"dp": 1, "cp": 2, "tp": 2}], ids=["cp", "cp and tp"])
+def test_of_all_tokens_too(mesh: dict[str, int]) -> None:
+    batch = {name: t for name, t in text().items() if name != "attention_mask"}
+    for how in ("another term", "the loss alone", "a function of autograd"):
+        hf.assert_equals_whole(llama, [mesh], batch, run=reading(how), tolerance=1e-6)  # norms are of float32
+
+
+def test_parts_are_gathered_once_somebody_reads_them() -> None:
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        model = tpcore.parallelize(llama()).train()
+        logits = model(**text()).logits
+        assert isinstance(logits / 2, Logits)
+        assert logits.float().read is None
+        assert logits.shape == (3, 8, 99)
+        assert len(logits) == 3
+        assert logits.requires_grad
+        whole = logits + 0
+        assert type(whole) is Tensor
+        assert logits.read is not None
+        assert torch.equal(pickle.loads(pickle.dumps(logits.detach())), whole)
+        assert torch.equal(copy.deepcopy(logits.detach()), whole)
+        with pytest.raises(ValueError, match=r"call model.eval\(\), in which logits and their loss are whole"):
+            logits.retain_grad()
+        assert type(model.eval()(**text()).logits) is Tensor
+
+    run_ranks(TWO, rank)
+
+
+# -- forwards of one's own ---------------------------------------------------------------------------------
+
+
+class AnotherTerm(transformers.LlamaForCausalLM):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        output.loss = output.loss + 1e-2 * z_loss(output.logits)
+        return output
+
+
+def AddedOutput(logits: Tensor) -> Tensor:
+    return z_loss(logits)
+
+
+class Written(transformers.LlamaForCausalLM):
+    """It reads logits in a function with a harmless name, and on one rank alone."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+        hidden = self.model(input_ids=input_ids, attention_mask=attention_mask, **kwargs).last_hidden_state
+        logits = self.lm_head(hidden)
+        if not tpcore.is_initialized() or tpcore.current().rank == 0:
+            assert logits.amax().isfinite()
+        loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)
+        return CausalLMOutputWithPast(loss=loss + 1e-2 * AddedOutput(logits=logits), logits=logits)
+
+
+class OtherLoss(transformers.LlamaForCausalLM):
+    def loss_function(self, logits: Tensor, labels: Tensor, **_: Any) -> Tensor:
+        return next_token(logits, labels) + 1e-2 * z_loss(logits)
+
+
+def set_on_it() -> Any:
+    model = llama()
+    forward = model.forward
+
+    def another(**kwargs: Any) -> Any:
+        output = forward(**kwargs)
+        return CausalLMOutputWithPast(loss=output.loss + z_loss(output.logits), logits=output.logits)
+
+    model.forward = another
+    return model
+
+
+OWN: dict[str, Callable[[], Any]] = {
+    "another term": lambda: AnotherTerm(copy.deepcopy(CONFIG)),
+    "written": lambda: Written(copy.deepcopy(CONFIG)),
+    "another loss": lambda: OtherLoss(copy.deepcopy(CONFIG)),
+}
+
+
+@pytest.mark.parametrize("how", [*OWN, "set on it"])
+def test_a_forward_of_ones_own_has_whole_logits_and_the_log_says_what_they_cost(
+    how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "tpcore")
+    hf.assert_equals_whole(OWN.get(how, set_on_it), (2,))
+    assert "logits are gathered in every step, for its forward is not transformers' own" in caplog.text
+
+
+def test_a_forward_of_ones_own_would_see_one_ranks_tokens() -> None:
+    hf.refused("its class is not transformers' own, and its forward would see", OWN["written"], {"cp": 2, "tp": 1})

@@ -5,10 +5,14 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from pathlib import Path
+from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
+from torch.nn.utils import prune
 from worlds import by_call, each_rank
 
 import tpcore
@@ -78,14 +82,75 @@ def test_a_copy_is_its_own_and_talks_to_the_same_ranks(ctx: ParallelContext) -> 
 
 
 @each_rank(dp=1, tp=2)
-def test_a_state_dict_is_plain_data(ctx: ParallelContext) -> None:
-    layer = tpcore.ColumnParallelLinear(4, 8)
+def test_a_part_is_in_no_file_as_the_whole(ctx: ParallelContext, tmp_path: Path) -> None:
+    layer, file = tpcore.RowParallelLinear(4, 8), io.BytesIO()
+    state = layer.state_dict()
+    for save in (
+        lambda: torch.save(state, file),
+        lambda: pickle.dumps(layer.weight),
+        lambda: safetensors.torch.save(state),
+        lambda: safetensors.torch.save_file(state, tmp_path / "part"),
+        lambda: safetensors.torch.save_model(layer, str(tmp_path / "part")),
+    ):
+        with pytest.raises(
+            ValueError, match=r"of shape \(8, 2\) is one rank's part of \(8, 4\).*write the whole model"
+        ):
+            save()
     file = io.BytesIO()
-    torch.save(layer.state_dict(), file)
+    torch.save({"bias": state["bias"], "weight": state["weight"].clone()}, file)  # as plain data; a clone has no mark
     file.seek(0)
-    loaded = torch.load(file, weights_only=True)
-    assert torch.equal(loaded["weight"], layer.weight)
-    assert pickle.loads(pickle.dumps(layer.state_dict())).keys() == layer.state_dict().keys()
+    assert torch.load(file, weights_only=True)["bias"].shape == (8,)
+
+
+MASKS: dict[str, Any] = {
+    "l1": lambda m: prune.l1_unstructured(m, "weight", 0.5),
+    "structured": lambda m: prune.random_structured(m, name="weight", amount=0.5, dim=0),
+    "global": lambda m: prune.global_unstructured([(m, "weight")], prune.L1Unstructured, amount=0.5),
+    "a mask": lambda m: prune.custom_from_mask(m, name="weight", mask=torch.ones(4, 4)),
+}
+
+
+@pytest.mark.parametrize("how", MASKS)
+@each_rank(dp=1, tp=2)
+def test_a_rank_does_not_prune_by_a_threshold_of_its_own(ctx: ParallelContext, how: str) -> None:
+    layer = tpcore.ColumnParallelLinear(4, 8)
+    with pytest.raises(ValueError, match=r"Linear\.weight is this rank's part, of shape \(4, 4\), and a mask for it"):
+        MASKS[how](layer)
+    assert [name for name, _ in layer.named_parameters()] == ["weight", "bias"]
+    MASKS[how](nn.Linear(4, 4))
+
+
+@each_rank(dp=1, tp=2)
+def test_norms_of_gradients_are_refused_where_they_are_parts(ctx: ParallelContext) -> None:
+    model = nn.Sequential(tpcore.ColumnParallelLinear(4, 8), nn.Linear(8, 2))
+    model(torch.ones(1, 4)).sum().backward()
+    for of in (model, model[0]):
+        with pytest.raises(ValueError, match=r"call tpcore\.clip_grad_norm"):
+            torch.nn.utils.get_total_norm([p.grad for p in of.parameters()])
+    torch.nn.utils.get_total_norm([p.grad for p in model[1].parameters()])
+    torch.nn.utils.clip_grad_value_(model.parameters(), 0.1)
+
+
+INITS: dict[str, Any] = {
+    "xavier": lambda t: nn.init.xavier_normal_(t),
+    "normal": lambda t: nn.init.normal_(t, std=0.02),
+    "orthogonal": lambda t: nn.init.orthogonal_(t),
+    "constant": lambda t: nn.init.constant_(tensor=t, val=0.5),
+}
+
+
+@pytest.mark.parametrize("how", INITS)
+@pytest.mark.parametrize("kind", [tpcore.ColumnParallelLinear, tpcore.RowParallelLinear])
+@each_rank(dp=1, tp=2)
+def test_torchs_initial_values_are_those_of_the_whole(ctx: ParallelContext, kind: Any, how: str) -> None:
+    layer, whole = kind(6, 8, bias=False), torch.empty(8, 6)
+    torch.manual_seed(3)
+    INITS[how](whole)
+    after = torch.rand(1)
+    torch.manual_seed(3)
+    INITS[how](layer.weight)
+    assert torch.equal(torch.rand(1), after)
+    assert torch.equal(layer.weight, layer.part_of("weight", whole))
 
 
 # -- what is refused ---------------------------------------------------------------------------------------

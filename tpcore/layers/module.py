@@ -14,7 +14,7 @@ from ..comm.comm import Comm
 from ..layout.layout import Layout, Slot
 from ..layout.shard import ShardSpec
 from ..runtime.context import current
-from .initial import Init, initial_part
+from .initial import Init
 from .sharding import Sharding, stamp
 
 _QUANTIZERS = ("torchao.", "torch.ao.quantization.")
@@ -47,6 +47,7 @@ class ParallelModule(nn.Module):
         """Number this layer among those on its group: ranks in different layers are told apart by it."""
         self.tp.layers += 1
         self._number = self.tp.layers
+        self._layout_ctx.layers.add(self)
 
     @property
     def numbered(self) -> tuple[int, int]:
@@ -76,8 +77,7 @@ class ParallelModule(nn.Module):
         self._stamp_all()
 
     def _initial(self, name: str, dtype: torch.dtype) -> Tensor:
-        ctx, layout = self._layout_ctx, self.layout_of(name)
-        return initial_part(self._inits[name], layout, ctx.rank, ctx.mesh, dtype)
+        return self.sharding_of(name).initial(self._inits[name], dtype)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

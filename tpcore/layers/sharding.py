@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..layout.layout import Layout
 from ..layout.shard import ShardSpec
 from ..layout.slices import Share
 from ..runtime.context import ParallelContext
+from ..runtime.guards import IN_FILE
+from .initial import Init, initial_part
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,9 @@ class Sharding:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # torch.save(model.state_dict()) pickles attributes too: as data that weights_only loading accepts
+        # torch.save and pickle ask for it with the tensor that has this mark: of the whole it is plain data
+        if self.axes:
+            raise ValueError(IN_FILE.format(self.local_shape, self.layout.shape))
         return OrderedDict, (list(self.layout.to_json().items()),)
 
     # cached: every step reads these for every parameter
@@ -34,6 +39,10 @@ class Sharding:
     def axes(self) -> tuple[str, ...]:
         """The axes along which the ranks hold different entries."""
         return self.layout.axes_on(self.ctx.mesh)
+
+    def initial(self, init: Init, dtype: torch.dtype) -> Tensor:
+        """This rank's part of what ``init`` fills the whole with."""
+        return initial_part(init, self.layout, self.ctx.rank, self.ctx.mesh, dtype)
 
     @property
     def local_shape(self) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import permutations
 from typing import Any
-from weakref import ref
+from weakref import WeakSet, ref
 
 import torch
 
@@ -38,6 +38,8 @@ class ParallelContext:
     _comms: dict[tuple[tuple[str, ...], int | None], Comm] = field(default_factory=dict, init=False, compare=False)
     steppers: list[ref[Any]] = field(default_factory=list, init=False, compare=False)
     """The ``Zero1``s made here: their parameters' gradients are averaged by their step alone."""
+    layers: WeakSet[Any] = field(default_factory=WeakSet, init=False, compare=False)
+    """The modules made here of which other ranks have other parameters."""
     _pid: int = field(default_factory=os.getpid, init=False, compare=False)
     _adopted: list[Comm] = field(default_factory=list, init=False, compare=False)
 

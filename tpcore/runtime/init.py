@@ -1,17 +1,9 @@
-"""Joining a job and leaving it, and functions of torch that the job refuses meanwhile."""
+"""Joining a job and leaving it."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from functools import wraps
-from typing import Any, NoReturn
-
-from torch import Tensor, nn
-from torch.nn.utils import clip_grad, parametrize
-from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.nn.utils.weight_norm import WeightNorm
+from typing import NoReturn
 
 from .. import settings
 from ..backend.interface import Backend
@@ -21,63 +13,7 @@ from ..layout.mesh import DATA, Mesh
 from ..log import inform
 from .consensus import Checks, agree, gather, in_eager_mode, raising
 from .context import ParallelContext, current, enter_process, is_initialized, leave_process
-
-Function = Callable[..., Any]
-
-
-def _is_part(t: object) -> bool:
-    """Whether other ranks hold other entries of this parameter, by its mark."""
-    return bool(getattr(getattr(t, "tpcore_sharding", None), "axes", ()))
-
-
-def _clipping(function: Function) -> Function:
-    @wraps(function)
-    def guard(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        if any(map(_is_part, parameters)):
-            raise ValueError(
-                "torch.nn.utils would clip by the norm of this rank's part of a gradient, each rank by another: call "
-                "tpcore.clip_grad_norm(model, max_norm), or tpcore.optimizer_step(optimizer, max_norm=...)"
-            )
-        return function(parameters, *args, **kwargs)
-
-    return guard
-
-
-def _parametrization(function: Function) -> Function:
-    @wraps(function)
-    def guard(module: nn.Module, tensor_name: str, *args: Any, **kwargs: Any) -> Any:
-        weight = getattr(module, tensor_name, None)
-        if isinstance(weight, Tensor) and _is_part(weight):
-            raise ValueError(
-                f"{type(module).__name__}.{tensor_name} is this rank's part, of shape {tuple(weight.shape)}, "
-                "and a parametrization would take it for the whole weight: leave the layer unsharded, or "
-                "remove the parametrization before the layer is converted"
-            )
-        return function(module, tensor_name, *args, **kwargs)
-
-    return guard
-
-
-def _guarded() -> Iterator[tuple[Any, str, Function]]:
-    """Owner and name of each function, and its guard. torch looks these names up at each call, so they guard
-    a ``clip_grad_norm_`` or ``weight_norm`` that a program has imported before, too."""
-    clip = clip_grad._clip_grads_with_norm_
-    for owner in (nn.utils, clip_grad):
-        yield from ((owner, name, _clipping(clip)) for name, f in vars(owner).items() if f is clip)
-    yield parametrize, "register_parametrization", _parametrization(parametrize.register_parametrization)
-    for kind in (WeightNorm, SpectralNorm):
-        yield kind, "apply", staticmethod(_parametrization(kind.apply))
-
-
-@contextmanager
-def whole_tensors_only() -> Iterator[None]:
-    """In the block, these functions raise ValueError for sharded parameters, on every rank."""
-    with ExitStack() as undo:
-        for owner, name, guard in list(_guarded()):
-            undo.callback(setattr, owner, name, vars(owner)[name])
-            setattr(owner, name, guard)
-        yield
+from .guards import whole_tensors_only
 
 
 def default_backend() -> tuple[str, str]:

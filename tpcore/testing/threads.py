@@ -23,7 +23,7 @@ from ..errors import BackendError, CollectiveMismatchError, CollectiveTimeoutErr
 from ..layout.mesh import Group, Mesh
 from ..processes.transfer import Outcome, outcome_of, root_cause
 from ..runtime.context import ParallelContext, use
-from ..runtime.init import whole_tensors_only
+from ..runtime.guards import whole_tensors_only
 
 GRACE = 5.0  # seconds for ranks to end once one has failed, or the time is over
 T = TypeVar("T")

@@ -217,6 +217,7 @@ class PipelinedLayers(nn.Module):
         """Mark parameters and buffers with their stage. Call it again after they are replaced."""
         if self.pp.size == 1:
             return
+        self.context.layers.add(self)
         for number, layer in self.named_children():
             for module in layer.modules():
                 if isinstance(module, ParallelModule):

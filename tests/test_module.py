@@ -132,9 +132,9 @@ def test_norms_of_gradients_are_refused_where_they_are_parts(ctx: ParallelContex
 
 
 INITS: dict[str, Any] = {
-    "xavier": lambda t: nn.init.xavier_normal_(t),
+    "xavier": lambda t: nn.init.xavier_normal_(t, gain=2.0),
     "normal": lambda t: nn.init.normal_(t, std=0.02),
-    "orthogonal": lambda t: nn.init.orthogonal_(t),
+    "orthogonal": lambda t: nn.init.orthogonal_(t, gain=2.0),
     "constant": lambda t: nn.init.constant_(tensor=t, val=0.5),
 }
 

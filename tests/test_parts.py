@@ -5,14 +5,18 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import composed
 import hf
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
 from hf import llama, text
+from safetensors.torch import load_file
+from tiers import tiers
 from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.trainer_pt_utils import LabelSmoother
@@ -182,3 +186,98 @@ def test_a_forward_of_ones_own_has_whole_logits_and_the_log_says_what_they_cost(
 
 def test_a_forward_of_ones_own_would_see_one_ranks_tokens() -> None:
     hf.refused("its class is not transformers' own, and its forward would see", OWN["written"], {"cp": 2, "tp": 1})
+
+
+# -- doors to saving, and figures --------------------------------------------------------------------------
+
+
+def inner(model: Any) -> dict[str, Any]:
+    """The models of transformers in ``model``, itself with them, by their names."""
+    return {name: m for name, m in model.named_modules() if isinstance(m, transformers.PreTrainedModel)}
+
+
+def stored(folder: Path) -> dict[str, Tensor]:
+    return {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
+
+
+STAGES = ({"pp": 2, "dp": 1, "tp": 2}, {"num_microbatches": 1})
+MADE: dict[str, Callable[[], Any]] = {
+    "llama": llama,
+    "t5": lambda: transformers.T5ForConditionalGeneration(transformers.T5Config(**hf.T5, decoder_start_token_id=0)),
+    "mixtral": hf.mixtral,
+    "llava": lambda: transformers.LlavaForConditionalGeneration(composed.CASES["LlavaForConditionalGeneration"][0]()),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("make", "on"),
+    tiers(
+        [("llama", ({"tp": 2}, {})), ("t5", ({"tp": 2}, {})), ("llama", STAGES)],
+        [("mixtral", ({"tp": 2}, {})), ("llava", ({"tp": 2}, {}))],
+    ),
+)
+def test_each_model_inside_is_saved_whole(make: str, on: Any, tmp_path: Path) -> None:
+    whole = hf.double(MADE[make])
+    names = [name for name, m in inner(whole).items() if next(m.parameters(), None) is not None]
+    assert len(names) > 1
+    for name in names:
+        whole.get_submodule(name).save_pretrained(tmp_path / "want" / (name or "all"))
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        model = tpcore.parallelize(hf.double(MADE[make]), **on[1])
+        for name in names:
+            options = {"safe_serialization": True, "push_to_hub": False, "token": None, "max_shard_size": "1.5GB"}
+            model.get_submodule(name).save_pretrained(tmp_path / "got" / (name or "all"), **options)
+
+    run_ranks(Mesh(on[0]), rank)
+    for name in names:
+        got, want = (stored(tmp_path / folder / (name or "all")) for folder in ("got", "want"))
+        assert got.keys() == want.keys()
+        assert all(torch.equal(got[key], t) for key, t in want.items())
+
+
+class Saving(transformers.LlamaForCausalLM):
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        super().save_pretrained(*args, **kwargs)
+
+
+@pytest.mark.parametrize("how", ["a model around it", "a save of its own", "a variant", "to the hub"])
+def test_other_doors_are_refused_with_the_remedy(how: str, tmp_path: Path) -> None:
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        options: dict[str, Any] = {"a variant": {"variant": "fp16"}, "to the hub": {"push_to_hub": True}}.get(how, {})
+        model: Any = tpcore.parallelize(Saving(copy.deepcopy(CONFIG)) if how == "a save of its own" else llama())
+        if how == "a model around it":
+            around = transformers.LlamaForSequenceClassification(copy.deepcopy(CONFIG))
+            around.model = model.model
+            model = around
+        words = "does not take (variant='fp16'|push_to_hub=True)" if options else "one rank's part of .*write the whole"
+        with pytest.raises(ValueError, match=words):
+            model.save_pretrained(tmp_path / str(ctx.rank), **options)
+
+    run_ranks(TWO, rank)
+
+
+def figures(model: Any) -> list[int]:
+    found = []
+    for m in inner(model).values():
+        found += [m.num_parameters(), m.num_parameters(only_trainable=True), m.num_parameters(exclude_embeddings=True)]
+        found += [m.get_memory_footprint(), m.get_memory_footprint(return_buffers=False)]
+    return found
+
+
+def partly_frozen(make: str) -> Any:
+    model = MADE[make]()
+    first = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList))
+    first.requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "on"),
+    [("llama", ({"tp": 2}, {})), ("t5", ({"tp": 4}, {})), ("mixtral", ({"ep": 2, "tp": 2}, {})), ("llama", STAGES)],
+)
+def test_figures_are_of_the_whole_model(make: str, on: Any) -> None:
+    want = figures(partly_frozen(make))
+    for found in run_ranks(Mesh(on[0]), lambda ctx: figures(tpcore.parallelize(partly_frozen(make), **on[1]))):
+        assert found == want

@@ -45,6 +45,8 @@ TRAINER = {
     "create_accelerator_and_postprocess": [],
     "get_total_train_batch_size": ["args"],
     "get_tp_size": [],
+    "store_flos": [],
+    "get_num_trainable_parameters": [],
     "_move_model_to_device": ["model", "device"],
     "training_step": ["model", "inputs", "num_items_in_batch"],
     "create_optimizer": ["model"],

@@ -17,7 +17,7 @@ from tpcore import Mesh
 TP, BOTH = Mesh({"pp": 1, "dp": 1, "tp": 2}), Mesh({"pp": 1, "dp": 2, "tp": 2})
 STAGES = Mesh({"pp": 2, "dp": 1, "tp": 2})
 CONTEXT = Mesh({"pp": 1, "dp": 2, "cp": 2, "tp": 1})
-KEPT = ("loss", "grad_norm", "learning_rate", "epoch", "eval_loss", "eval_right", "num_input_tokens_seen")
+KEPT = ["loss", "grad_norm", "learning_rate", "epoch", "eval_loss", "eval_right", "num_input_tokens_seen", "total_flos"]
 ROUNDS = {"rtol": 1e-5, "atol": 1e-6}  # float32, in which the order of sums differs
 
 

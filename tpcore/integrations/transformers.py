@@ -107,6 +107,16 @@ class Trainer(transformers.Trainer):
         is right for a loss divided by the number of tokens, and divided out for a mean over the rank's own batch."""
         return self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
 
+    def store_flos(self) -> None:
+        """Those of all batches: the ranks of one batch have counted the same."""
+        self.state.total_flos += sum(gather(self.current_flos, current().batch))
+        self.current_flos = 0
+
+    def get_num_trainable_parameters(self) -> int:
+        """Of the whole model."""
+        count = getattr(self.model, "num_parameters", None)
+        return super().get_num_trainable_parameters() if count is None else int(count(only_trainable=True))
+
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         move_model_to_device(model, device)
 

@@ -31,6 +31,7 @@ from ..layers.sharding import sharding
 from ..runtime.consensus import gather_bytes, together
 from ..runtime.context import current
 from ..train.pipeline import PipelinedLayers
+from .figures import count_whole
 from .forwards import SUBSTITUTED
 from .lora import HEAD, LAYERS, ShardedLora, ShardedLoraEmbedding, add_weighted_adapter, name_linear, refuse, take_part
 from .whole import whole
@@ -80,6 +81,7 @@ def bound(model: Any) -> Any:
     for config in configs.values():
         config._register_custom_module(LAYERS)
     model.base_model.peft_config = model.get_base_model().peft_config = configs
+    count_whole(model)
     model.__dict__["save_pretrained"] = MethodType(save_adapters, model)
     model.__dict__["load_adapter"] = MethodType(_load_adapter, model)
     model.__dict__["add_adapter"] = MethodType(_add_adapter, model)

@@ -26,6 +26,7 @@ from .context import context_of, cut_context
 from .cuts import Cut, attentions, check_inside, decide
 from .dispatch import GATHERED, Dispatch
 from .experts import check_dispatch, dispatch_by
+from .figures import count_whole
 from .forwards import drop_by_rank, share_inputs
 from .generation import batch_alike, generate_alike
 from .guards import guard, is_guarded
@@ -181,7 +182,12 @@ def _connect(model: nn.Module, cuts: list[Cut], comm: Comm, rules: Mapping[str, 
     if isinstance(head, ColumnParallelLinear) and any(cut.style == styles.COLUMN_GATHERED for cut in cuts):
         cut_loss(model, head)
     guard(model)
-    model.__dict__.setdefault("save_pretrained", MethodType(save_whole, model))
+    save = model.__dict__.get("save_pretrained")  # of a quantized model, a refusal
+    for part in model.modules():
+        if hasattr(part, "save_pretrained"):  # a model of transformers, the outermost or one inside
+            count_whole(part)
+            if type(part).save_pretrained.__module__.startswith("transformers."):
+                part.__dict__["save_pretrained"] = save or MethodType(save_whole, part)
 
 
 def _summary(model: nn.Module, capacity_factor: float | None) -> str:

@@ -26,6 +26,11 @@ from .names import Split, in_files
 _STALE = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
 
 
+_DEFAULTS = {"push_to_hub": False, "variant": None, "token": None, "safe_serialization": True}
+_DEFAULTS |= {"save_peft_format": True, "save_original_format": True, "distributed_checkpoint": False}
+"""Options of transformers' ``save_pretrained`` that change nothing at these values."""
+
+
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """All tensors of ``model.state_dict()``, whole, on the CPU of every rank; tied names share one tensor.
 
@@ -89,8 +94,12 @@ def save_whole(
             options |= {"state_dict": state_dict, "max_shard_size": max_shard_size}
             type(model).save_pretrained(model, save_directory, **options)
         return
-    if options:
-        raise ValueError(f"save_pretrained of a cut model does not take {', '.join(sorted(options))}")
+    others = sorted(name for name, value in options.items() if name not in _DEFAULTS or value != _DEFAULTS[name])
+    if others:
+        raise ValueError(
+            f"save_pretrained of a sharded model does not take {', '.join(f'{n}={options[n]!r}' for n in others)}: it "
+            "writes safetensors into a directory, which from_pretrained opens whole"
+        )
     out, done = os.path.realpath(save_directory), set[int]()
     if ctx.mesh.axes.get("pp", 1) > 1:
         _save_stages(model, out, bytes_of(max_shard_size))
@@ -149,13 +158,13 @@ def _stored(model: Any, done: set[int]) -> dict[str, Written]:
 
 
 def bytes_of(size: int | str) -> int:
-    """A number of bytes, or of KB, MB, GB or TB."""
+    """A number of bytes, or of KB, MB, GB or TB, or of KiB, MiB, GiB or TiB."""
     if isinstance(size, int):
         return size
-    match = re.fullmatch(r"(\d+)\s*([KMGT]B)", size.upper())
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT])(I?)B", size.strip().upper())
     if match is None:
         raise ValueError(f"max_shard_size={size!r}: give bytes, or a size like '5GB'")
-    return int(match[1]) * {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}[match[2]]
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** (1 + "KMGT".index(match[2])))
 
 
 def _write(model: Any, out: str, files: Mapping[str, Mapping[str, Written]]) -> None:

@@ -153,6 +153,35 @@ def test_torchs_initial_values_are_those_of_the_whole(ctx: ParallelContext, kind
     assert torch.equal(layer.weight, layer.part_of("weight", whole))
 
 
+def zeros(gradient: torch.Tensor) -> None:
+    gradient[:3] = 0
+
+
+HOOKS: dict[str, Any] = {
+    "rows": lambda g: torch.cat([g[:3] * 0, g[3:]]),
+    "a norm": lambda g: g / g.norm(),
+    "in place": zeros,
+    "a note": lambda g: None,
+}
+
+
+@pytest.mark.parametrize("how", HOOKS)
+@each_rank(dp=1, tp=2)
+def test_a_hook_of_a_parameter_gets_the_gradient_of_the_whole(ctx: ParallelContext, how: str) -> None:
+    torch.manual_seed(1)
+    x, table = torch.randn(5, 6), nn.Embedding(8, 6)
+    for plain, layer in (
+        (up := nn.Linear(6, 8), tpcore.ColumnParallelLinear.from_plain(up)),
+        (down := nn.Linear(6, 8), tpcore.RowParallelLinear.from_plain(down)),
+        (table, tpcore.ParallelEmbedding.from_plain(table)),
+    ):
+        for module in (plain, layer):
+            module.weight.register_hook(HOOKS[how])
+            given = torch.tensor([1, 4, 7, 7]) if plain is table else x
+            module(given).square().sum().backward()
+        torch.testing.assert_close(layer.weight.grad, layer.part_of("weight", plain.weight.grad))
+
+
 # -- what is refused ---------------------------------------------------------------------------------------
 
 REFUSED = by_call(r"""

@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from worlds import each_rank
 
+import tpcore
 from tpcore.comm import mappings as ops
 from tpcore.comm.comm import Comm
 from tpcore.runtime.context import ParallelContext
@@ -154,3 +155,20 @@ def test_all_to_all_is_undone_by_its_gradient_and_that_by_its_own(
     (back,) = torch.autograd.grad(out, mine, grad, create_graph=True)
     (again,) = torch.autograd.grad(back, grad, mine.detach())
     assert torch.equal(again, out)
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+@each_rank(dp=1, tp=2)
+def test_gathered_outputs_of_a_layer_are_its_features(ctx: ParallelContext, blocks: int) -> None:
+    plain, comm = nn.Linear(4, 21, dtype=torch.float64), ctx.comm("tp")
+    layer = tpcore.ColumnParallelLinear.from_plain(plain, gather_output=False, blocks=blocks, pad=True)
+    x = torch.randn(2, 4, dtype=torch.float64)
+    torch.testing.assert_close(ops.gather(layer(x), comm), plain(x))
+    with pytest.raises(ValueError, match=r"a layer with pad=True makes \d+ features .* pass size=, the number without"):
+        ops.gather(layer(x).exp(), comm)
+    if blocks == 1:
+        torch.testing.assert_close(ops.gather(layer(x).exp(), comm, size=21), plain(x).exp())
+    packed = tpcore.ColumnParallelLinear.from_plain(nn.Linear(4, 24), gather_output=False, blocks=blocks)
+    gathering = tpcore.ColumnParallelLinear.from_plain(nn.Linear(4, 24), blocks=blocks)
+    gathering.weight, gathering.bias = packed.weight, packed.bias
+    torch.testing.assert_close(ops.gather(packed(x.float()), comm), gathering(x.float()))

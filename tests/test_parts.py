@@ -113,7 +113,11 @@ def test_parts_are_gathered_once_somebody_reads_them() -> None:
         assert logits.shape == (3, 8, 99)
         assert len(logits) == 3
         assert logits.requires_grad
+        loss = tpcore.parallel_cross_entropy(logits, text()["input_ids"])
         whole = logits + 0
+        torch.testing.assert_close(loss, F.cross_entropy(whole.mT, text()["input_ids"], reduction="none"))
+        with pytest.raises(ValueError, match="these 99 are those of the whole vocabulary"):
+            tpcore.parallel_cross_entropy(logits, text()["input_ids"])
         assert type(whole) is Tensor
         assert logits.read is not None
         assert torch.equal(pickle.loads(pickle.dumps(logits.detach())), whole)

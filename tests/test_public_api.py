@@ -30,7 +30,7 @@ PUBLIC = {
         "tpcore.models": "ExpertLoad full_state_dict lazy parallelize shard_sequence trace_causal_lm",
         "tpcore.runtime": "keep_freed_memory",
         "tpcore.comm.mappings": """
-            all_gather all_to_all averaged copy gather reduce reduce_scatter scatter shift sum_dtype transformed
+            all_gather all_to_all averaged collect copy gather reduce reduce_scatter scatter shift sum_dtype transformed
         """,
         "tpcore.runtime.random": "draw get_state manual_seed mixed seeded set_state sharded",
         "tpcore.diagnose.explain": "Collective Explanation Parameter Program StageCost explain",

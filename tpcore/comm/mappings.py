@@ -17,6 +17,8 @@ from .parts import plain
 from .transport import inverse
 
 Map = Callable[[Tensor], Tensor]
+FEATURES = "tpcore_features"
+"""Attribute of a layer's output with padding or in an order of its own, and of no result of an operation on it."""
 
 
 class _Linear(torch.autograd.Function):
@@ -94,9 +96,25 @@ def scatter(x: Tensor, comm: Comm, dim: int = -1) -> Tensor:
     return _linear(x, comm, partial(comm.split, dim=dim), partial(comm.all_gather, dim=dim))
 
 
-def gather(x: Tensor, comm: Comm, dim: int = -1) -> Tensor:
-    """Chunks -> replicated."""
+def collect(x: Tensor, comm: Comm, dim: int = -1) -> Tensor:
+    """Chunks -> replicated, whatever they are."""
     return _linear(x, comm, partial(comm.all_gather, dim=dim), partial(comm.split, dim=dim))
+
+
+def gather(x: Tensor, comm: Comm, dim: int = -1, *, size: int | None = None) -> Tensor:
+    """Chunks -> replicated. The output of a layer comes in the order of its features, without padding. ``size``: of the
+    dim without padding, where other operations follow a padded layer; it is a ValueError to leave it out there."""
+    last = dim in (-1, x.ndim - 1)
+    if last and size is None and (layer := getattr(x, FEATURES, None)) is not None:
+        return layer.restored(collect(x, comm, dim))  # type: ignore[no-any-return]
+    if last and size is None and x.shape[-1] in comm.padded:
+        raise ValueError(
+            f"gather: a layer with pad=True makes {x.shape[-1]} features on each of {comm.size} ranks, as many as "
+            "these; their padding would be among the features of all: pass size=, the number without padding "
+            f"({x.shape[-1] * comm.size} if there is none)"
+        )
+    whole = collect(x, comm, dim)
+    return whole if size is None else whole.narrow(dim, 0, size)
 
 
 def all_gather(x: Tensor, comm: Comm, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:

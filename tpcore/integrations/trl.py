@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import TrainingArguments, set_seed
 
-from ..comm import mappings as ops
 from ..errors import extra
 from ..layers import ColumnParallelLinear
 from ..models.loss import READS_WHOLE_HEAD
@@ -30,7 +29,7 @@ class _WholeHead:
     part: ColumnParallelLinear
 
     def _whole(self, t: Tensor) -> Tensor:
-        return self.part.features.restored(ops.gather(t, self.part.tp, -1))
+        return self.part.features.gathered(t, self.part.tp)
 
     @property
     def weight(self) -> Tensor:

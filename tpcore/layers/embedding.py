@@ -174,7 +174,7 @@ class ParallelEmbedding(ParallelModule):
         y = self._gradient(F.embedding(ids, self.weight, sparse=self.sparse), ids)
         if not self.collect_output:
             return self.features.mask(y, self.tp)
-        y = self.features.restored(ops.gather(y, self.tp, -1))
+        y = self.features.gathered(y, self.tp)
         if self.sequence_dim is None:
             return y
         return ops.scatter(y, self.tp if self.tokens is None else self.tokens.over, self.sequence_dim)

@@ -19,8 +19,12 @@ from ..runtime.context import current
 from .module import ParallelModule
 
 Index = NDArray[np.int64]
-UNPADDED = "tpcore_unpadded"
-"""Attribute of a layer's output with padding, and of no result of an operation on it: the size without padding."""
+
+
+def unpadded(t: Tensor) -> int | None:
+    """The number of features of all ranks, if ``t`` is the output of a layer with padding; None for any other."""
+    features = getattr(t, ops.FEATURES, None)
+    return features.size if features is not None and features.padded else None
 
 
 def on(device: torch.device, table: NDArray[Any]) -> Tensor:
@@ -60,6 +64,10 @@ class Features:
         if self.order is not None:
             return y.index_select(-1, on(y.device, self.order))
         return y.narrow(-1, 0, self.size) if self.padded else y
+
+    def gathered(self, y: Tensor, comm: Comm) -> Tensor:
+        """The features of all ranks, of this rank's."""
+        return self.restored(ops.collect(y, comm))
 
     def scatter(self, x: Tensor, comm: Comm) -> Tensor:
         """This rank's features. Padding holds arbitrary features, which ``mask`` clears."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..comm import mappings as ops
 from ..layout.shard import Block, ShardSpec
-from .features import UNPADDED, Blocks, Copies, Features, check_tokens_dim, cut_features, refuse_width, tokens_over
+from .features import Blocks, Copies, Features, check_tokens_dim, cut_features, refuse_width, tokens_over
 from .fused import column_linear, row_linear
 from .initial import Init, kaiming_uniform, uniform_bias
 from .module import Device, checked_plain, filled
@@ -178,10 +178,10 @@ class ColumnParallelLinear(ParallelLinear):
     def outputs(self, y: Tensor) -> Tensor:
         """All output features if ``gather_output``, else this rank's with its padding zeroed."""
         if self.gather_output:
-            return self.features.restored(ops.gather(y, self.tp))
+            return self.features.gathered(y, self.tp)
         y = self.as_part(self.features.mask(y, self.tp), -1, "features")
-        if self.features.padded:
-            setattr(y, UNPADDED, self.out_features)
+        if self.features.padded or self.features.order is not None:
+            setattr(y, ops.FEATURES, self.features)
         return y
 
 

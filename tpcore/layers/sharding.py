@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -43,6 +43,21 @@ class Sharding:
     def initial(self, init: Init, dtype: torch.dtype) -> Tensor:
         """This rank's part of what ``init`` fills the whole with."""
         return initial_part(init, self.layout, self.ctx.rank, self.ctx.mesh, dtype)
+
+    @torch.no_grad()
+    def whole(self, part: Tensor) -> Tensor:
+        """The whole of which each rank has a ``part``, on the CPU. Collective over the ranks that have its parts."""
+        layout = replace(self.layout, slot=None)  # of a stage: its ranks gather
+        if not layout.axes_on(self.ctx.mesh):
+            return part.cpu().clone()
+        if "ep" in layout.axes:
+            part, layout = self.ctx.comm("ep").all_gather(part, 0), layout.without("ep")
+        parts = self.ctx.comm(*layout.axes).all_gather(part.unsqueeze(0), 0).cpu()
+        return layout.spec.unshard(list(parts))
+
+    def part(self, whole: Tensor) -> Tensor:
+        """This rank's part of the ``whole``."""
+        return self.layout.shard(whole, self.ctx.rank, self.ctx.mesh)
 
     @property
     def local_shape(self) -> tuple[int, ...]:

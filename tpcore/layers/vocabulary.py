@@ -12,13 +12,15 @@ from ..comm import mappings as ops
 from ..comm.comm import Comm
 from ..comm.parts import plain
 from ..runtime.context import current
-from .features import UNPADDED
+from .features import unpadded
 
 
 def words_of(logits: Tensor, vocab_size: int | None, group: Any, function: str) -> tuple[Tensor, Comm, int]:
     """The logits as a plain tensor, the ranks that have the others, and the size of the vocabulary without padding."""
     comm = group if isinstance(group, Comm) else current().comm_for(group)
-    vocab_size, logits = getattr(logits, UNPADDED, None) if vocab_size is None else vocab_size, plain(logits)
+    if vocab_size is None and hasattr(logits, "words"):  # a model's, of which it knows the parts
+        logits, vocab_size = logits.words()
+    vocab_size, logits = unpadded(logits) if vocab_size is None else vocab_size, plain(logits)
     width, columns = logits.shape[-1], logits.shape[-1] * comm.size
     if vocab_size is None and width in comm.padded:
         raise ValueError(
@@ -77,7 +79,7 @@ def gather_logits(logits: Tensor, *, vocab_size: int | None = None, group: Any =
     ``ColumnParallelLinear``. ValueError for sizes that do not fit, and for logits that are whole already.
     """
     logits, comm, vocab = words_of(logits, vocab_size, group, "gather_logits")
-    return ops.gather(logits, comm).narrow(-1, 0, vocab)
+    return ops.collect(logits, comm).narrow(-1, 0, vocab)
 
 
 def parallel_logsumexp(logits: Tensor, *, vocab_size: int | None = None, group: Any = None) -> Tensor:
@@ -116,7 +118,7 @@ def parallel_kl_div(
         raise ValueError(
             f"{function}: logits of shape {tuple(logits.shape)} and {tuple(target_logits.shape)} are of other tokens"
         )
-    sizes = vocab_size, *(getattr(t, UNPADDED, None) for t in (logits, target_logits))
+    sizes = vocab_size, *(unpadded(t) for t in (logits, target_logits))
     narrow, wide = sorted((logits.shape[-1], target_logits.shape[-1]))
     known = next((size for size in sizes if size is not None), None)
     if known is None and narrow < wide and narrow != -(-wide // comm.size):

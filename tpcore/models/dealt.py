@@ -247,6 +247,8 @@ class SequenceLoss:
         **options: Any,
     ) -> Tensor:
         labels = labels if options.get("shift_labels") is None else options["shift_labels"]
+        if labels is not None and isinstance(logits, Logits) and logits.shape[:-1] != labels.shape:
+            logits = logits.part  # all ranks' tokens, beside this rank's labels
         options.pop(_DOCUMENTS, None)
         if labels is None:
             raise ValueError("a loss needs labels, or shift_labels")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -22,7 +23,7 @@ _BY_ENTRY = frozenset(
     | {Tensor.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.div, Tensor.__truediv__}
 )
 """Of which the part of the result is the result of the part."""
-_OF_GRADIENTS = frozenset({Tensor.retain_grad, Tensor.register_hook})
+_OF_GRADIENTS = frozenset({Tensor.retain_grad, inspect.unwrap(Tensor.register_hook)})  # a job wraps it
 
 
 class _Whole(torch.autograd.Function):
@@ -61,7 +62,7 @@ class Logits(Tensor):
         if func in _FACTS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if func in _OF_GRADIENTS:
+        if getattr(func, "__wrapped__", func) in _OF_GRADIENTS:
             raise ValueError(
                 "in a training step the loss is computed of each rank's part of the logits, and the whole has no "
                 "gradient: call model.eval(), in which logits and their loss are whole"
@@ -76,6 +77,11 @@ class Logits(Tensor):
     def _stays(self) -> bool:
         # a function of autograd computes without a graph, and gives its result one, of which the part would not know
         return self.read is None and (torch.is_grad_enabled() or not self.part.requires_grad)
+
+    def words(self) -> tuple[Tensor, int]:
+        """This rank's part of the vocabulary, all of it where the parts are others, and the size of all."""
+        of_words = self.read is None and self.part.shape[-1] != self.shape[-1]
+        return self.part if of_words else self.whole(), self.shape[-1]
 
     def whole(self) -> Tensor:
         """All logits, on every rank. Collective when it is first called."""
@@ -99,7 +105,7 @@ def keep_parts(head: Any, args: Any, output: Tensor) -> Tensor:
 
 
 def _gathered(head: Any, part: Tensor) -> Tensor:
-    return head.features.restored(ops.gather(part, head.tp))  # type: ignore[no-any-return]
+    return head.features.gathered(part, head.tp)  # type: ignore[no-any-return]
 
 
 def _part_of(head: Any, whole: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,18 +42,10 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     return {name: full[id(t)] for name, t in state.items()}
 
 
-@torch.no_grad()
 def whole(tensor: Tensor) -> Tensor:
     """One parameter or buffer, whole, on the CPU. Collective over the ranks that have its parts."""
     mark, part = sharding(tensor), tensor.detach()
-    layout = None if mark is None else replace(mark.layout, slot=None)  # of a stage: its ranks gather
-    if mark is None or layout is None or not layout.axes_on(mark.ctx.mesh):
-        return part.cpu().clone()
-    if "ep" in layout.axes:
-        part, layout = mark.ctx.comm("ep").all_gather(part, 0), layout.without("ep")
-    comm = mark.ctx.comm(*layout.axes)
-    parts = comm.all_gather(part.unsqueeze(0), 0).cpu()
-    return layout.spec.unshard(list(parts))
+    return part.cpu().clone() if mark is None else mark.whole(part)
 
 
 @dataclass(frozen=True)

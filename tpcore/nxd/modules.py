@@ -109,11 +109,11 @@ class GQAQKVColumnParallelLinear(PublishedAttributes):
             q, k, v = (self._projected(name, x) for name in "qkv")
         if not self.gather_output:
             return q, k, v
-        return ops.gather(q, self.tp, -1), self._once(k), self._once(v)
+        return ops.collect(q, self.tp), self._once(k), self._once(v)
 
     def _once(self, t: Tensor) -> Tensor:
         """All features of k or v: the first part of each run of equal parts."""
-        runs = ops.gather(t, self.tp, -1).unflatten(-1, (-1, self.kv_size_multiplier, t.shape[-1]))
+        runs = ops.collect(t, self.tp).unflatten(-1, (-1, self.kv_size_multiplier, t.shape[-1]))
         first: Tensor = runs[..., 0, :].flatten(-2)
         return first
 

@@ -90,6 +90,23 @@ def _initial(function: Function) -> Function:
     return guard
 
 
+def _hooked(function: Function) -> Function:
+    """``Tensor.register_hook``: a hook of a part gets the gradient of the whole, for it may know rows by number."""
+
+    @wraps(function)
+    def guard(tensor: Tensor, hook: Callable[[Tensor], Any]) -> Any:
+        mark = mark_of(tensor)
+
+        def of_whole(gradient: Tensor) -> Tensor:
+            whole = mark.whole(gradient).to(gradient.device)
+            changed = hook(whole)
+            return mark.part(whole if changed is None else changed)  # type: ignore[no-any-return]
+
+        return function(tensor, hook if mark is None else of_whole)
+
+    return guard
+
+
 def _storage(function: Function) -> Function:
     """What safetensors asks of each tensor that it writes."""
 
@@ -115,6 +132,7 @@ def _guarded() -> Iterator[tuple[Any, str, Function]]:
     for name, function in vars(nn.init).items():
         if not name.startswith("_") and callable(function) and name.rstrip("_") + "_" in vars(nn.init):
             yield nn.init, name, _initial(function)
+    yield Tensor, "register_hook", _hooked(Tensor.register_hook)
     yield safetensors.torch, "storage_ptr", _storage(safetensors.torch.storage_ptr)
 
 

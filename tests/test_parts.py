@@ -69,6 +69,11 @@ READERS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "a loss in place of it": lambda output, labels: next_token(output.logits.float().to(torch.float64), labels),
     "a label smoother": smoothed,
     "numbers of the vocabulary": lambda output, labels: output.loss + output.logits[..., 60:].square().mean(),
+    "log-probabilities of tokens": lambda output, labels: (
+        output.loss
+        + output.logits.log_softmax(-1).mean()
+        - output.logits.gather(-1, labels.clamp(min=0)[..., None]).mean()
+    ),
     "its size": lambda output, labels: output.loss + output.logits.sum() / output.logits.shape[-1],
     "an entropy": lambda output, labels: (
         output.loss - torch.distributions.Categorical(logits=output.logits).entropy().mean()

@@ -186,7 +186,7 @@ def _connect(model: nn.Module, cuts: list[Cut], comm: Comm, rules: Mapping[str, 
     for part in model.modules():
         if hasattr(part, "save_pretrained"):  # a model of transformers, the outermost or one inside
             count_whole(part)
-            if type(part).save_pretrained.__module__.startswith("transformers."):
+            if cast(Any, type(part)).save_pretrained.__module__.startswith("transformers."):
                 part.__dict__["save_pretrained"] = save or MethodType(save_whole, part)
 
 

@@ -43,15 +43,15 @@ class Logits(Tensor):
     """Gathered when they are first read, by all ranks: a loss that knows the parts need not."""
 
     part: Tensor
-    gather: Map
-    spread: Map
+    to_whole: Map
+    to_part: Map
     """From a gradient of the whole to that of the part."""
     read: Tensor | None
 
     @classmethod
     def of(cls, part: Tensor, shape: tuple[int, ...], gather: Map, spread: Map) -> Logits:
         logits: Logits = _Whole.apply(part, shape, spread).as_subclass(cls)
-        logits.part, logits.gather, logits.spread, logits.read = part, gather, spread, None
+        logits.part, logits.to_whole, logits.to_part, logits.read = part, gather, spread, None
         return logits
 
     @classmethod
@@ -69,7 +69,7 @@ class Logits(Tensor):
             )
         x = args[0] if args else None
         if func in _BY_ENTRY and isinstance(x, Logits) and x._stays and _is_number(args[1:]):
-            return Logits.of(func(x.part, *args[1:], **kwargs), x.shape, x.gather, x.spread)
+            return Logits.of(func(x.part, *args[1:], **kwargs), x.shape, x.to_whole, x.to_part)
         args, kwargs = tree_map_only(Logits, Logits.whole, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -87,7 +87,7 @@ class Logits(Tensor):
         """All logits, on every rank. Collective when it is first called."""
         if self.read is None:
             with torch.enable_grad():  # who reads them first may need no gradient
-                self.read = self.gather(self.part)
+                self.read = self.to_whole(self.part)
         return self.read
 
 

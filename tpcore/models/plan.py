@@ -46,7 +46,7 @@ def rule_of(name: str, rules: Mapping[str, Rule]) -> Rule | None:
     """The rule for a module or parameter: of its own name, else with the fewest ``*``, the later of two."""
     if name in rules:
         return rules[name]
-    fitting = [pattern for pattern in reversed(rules) if "*" in pattern and fits(pattern, name)]
+    fitting = [pattern for pattern in reversed(list(rules)) if "*" in pattern and fits(pattern, name)]
     return rules[min(fitting, key=lambda pattern: pattern.count("*"))] if fitting else None
 
 

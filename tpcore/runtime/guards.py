@@ -64,7 +64,7 @@ def _of_module(what: str, function: Function) -> Function:
         at = 0 if args and isinstance(args[0], nn.Module) else 1
         module = kwargs.get("module", args[at] if len(args) > at else None)
         name = kwargs.get("name", kwargs.get("tensor_name", args[at + 1] if len(args) > at + 1 else ""))
-        weight = getattr(module, str(name), None)
+        weight: Any = getattr(module, str(name), None)
         if mark_of(weight) is not None:
             raise ValueError(
                 f"{type(module).__name__}.{name} is this rank's part, of shape {tuple(weight.shape)}, and {what} would "
@@ -118,7 +118,7 @@ def _storage(function: Function) -> Function:
     return guard
 
 
-def _guarded() -> Iterator[tuple[Any, str, Function]]:
+def _guarded() -> Iterator[tuple[Any, str, Any]]:
     """Owner and name of each function, and its guard. torch looks these names up at each call, so they guard
     a ``clip_grad_norm_`` or ``weight_norm`` that a program has imported before, too."""
     norms = clip_grad._get_total_norm, clip_grad._clip_grads_with_norm_

@@ -290,3 +290,51 @@ def test_figures_are_of_the_whole_model(make: str, on: Any) -> None:
     want = figures(partly_frozen(make))
     for found in run_ranks(Mesh(on[0]), lambda ctx: figures(tpcore.parallelize(partly_frozen(make), **on[1]))):
         assert found == want
+
+
+# -- between a user's column layer and the next row layer --------------------------------------------------
+
+
+def normed(x: Tensor) -> Tensor:
+    return x / x.norm(dim=-1, keepdim=True)
+
+
+LINES: dict[str, Callable[[Tensor], Tensor]] = {
+    "a norm": normed,
+    "a softmax": lambda x: x.softmax(-1),
+    "the largest": lambda x: x.masked_fill(x < x.topk(8, dim=-1).values[..., -1:], 0),
+    "a mean": lambda x: x - x.mean(-1, keepdim=True),
+    "a cumulative sum": lambda x: x.cumsum(-1),
+}
+
+
+class Line(torch.nn.Module):
+    def __init__(self, work: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.work = work
+        self.up, self.down = torch.nn.Linear(32, 64), torch.nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.work(self.up(x)))
+
+
+@pytest.mark.parametrize("how", [*LINES, "an activation"])
+def test_work_between_the_layers_of_a_users_plan_is_right_or_refused(how: str) -> None:
+    plan = {"model.layers.*.mlp.up": "colwise", "model.layers.*.mlp.down": "rowwise"}
+
+    def with_line() -> Any:
+        model = llama()
+        for layer in model.model.layers:
+            layer.mlp = Line(LINES.get(how, F.gelu))
+        return model
+
+    if how not in LINES:
+        hf.assert_equals_whole(with_line, (2,), plan=plan)
+        return
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        model = tpcore.parallelize(hf.double(with_line), plan=plan)
+        with pytest.raises(ValueError, match="sees only 32 of 64 features, different ones on each rank"):
+            model(**text())
+
+    run_ranks(TWO, rank)

@@ -93,6 +93,8 @@ class Mark:
     width: int
     ranks: int
     report: Callable[[str], None]
+    certain: bool = False
+    """Whether operations that are not understood pass."""
 
 
 class PartOf(Tensor):
@@ -112,7 +114,8 @@ class PartOf(Tensor):
         name = getattr(func, "__name__", "").strip("_")
         # what an operation is made of is no operation of the program: on meta tensors it comes here by itself
         inner = isinstance(func, torch._ops.OpOverload) and func.namespace in ("aten", "prims")
-        if not inner and (problem := _problem(name, mark, tensors, args, kwargs)):
+        silent = inner or (mark.certain and not understood(name))
+        if not silent and (problem := _problem(name, mark, tensors, args, kwargs)):
             mark.report(problem)
         with torch._C.DisableTorchFunctionSubclass():
             out = func(*args, **kwargs)
@@ -178,7 +181,7 @@ def _problem(name: str, mark: Mark, tensors: list[Tensor], args: tuple[Any, ...]
                 "a sequence-parallel region use tpcore.RMSNorm or tpcore.LayerNorm with sequence_parallel=True, or "
                 "tpcore.comm.mappings.copy(parameter, comm) in a layer of your own"
             )
-    if mark.dim not in _reduced(name, args, kwargs):
+    if mark.dim not in _reduced(name, args, kwargs, mark.certain):
         return None
     remedy = (
         "use tpcore.parallel_cross_entropy"
@@ -188,8 +191,8 @@ def _problem(name: str, mark: Mark, tensors: list[Tensor], args: tuple[Any, ...]
     return f"{name} sees only {part}, different ones on each rank: {remedy}"
 
 
-def _reduced(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> range | tuple[int, ...]:
-    """The dims that the function ``name`` reduces or normalizes over."""
+def _reduced(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], sums: bool) -> range | tuple[int, ...]:
+    """The dims that the function ``name`` reduces or normalizes over. ``sums``: a sum is none that ranks add up."""
     x = args[0] if args else kwargs.get("input")
     if not isinstance(x, Tensor):
         return ()
@@ -207,8 +210,8 @@ def _reduced(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> range 
         return tuple(x.ndim - 1 - i // 2 for i, width in enumerate(widths) if width)
     if name in ("max", "min") and len(args) > 1 and isinstance(args[1], Tensor):
         return ()
-    if name in _OVER_DIM:
-        position, default = _OVER_DIM[name]
+    if name in _OVER_DIM or (sums and name in ("sum", "mean")):
+        position, default = _OVER_DIM.get(name, (1, None))
         dim = kwargs.get("dim", kwargs.get("dims", args[position] if len(args) > position else default))
         if name == "flip" and len(args) > 2:
             dim = args[1:]

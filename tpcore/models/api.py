@@ -14,9 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.comm import Comm
+from ..comm.signature import checked_calls
 from ..layers import ColumnParallelLinear
 from ..layers.sharding import sharding
 from ..log import inform
+from ..runtime.consensus import FirstCalls
 from ..runtime.context import ParallelContext, current, use
 from ..train.pipeline import PipelinedLayers, find_layers, pipelined_layers
 from . import plan as styles
@@ -33,7 +35,7 @@ from .guards import guard, is_guarded
 from .heads import check_fit, gather_attentions, head_size, heads_argument, localize
 from .loading import read_parts, stored_weights
 from .loss import cut_loss
-from .plan import Rule, checked, wildcard
+from .plan import Rule, checked, rule_of, wildcard
 from .replace import replace
 from .sequence import cut_sequence
 from .source import is_own
@@ -109,7 +111,7 @@ def parallelize(
         rules, cuts = _decided(model, dict(plan or {}), expert_parallel, context, stages, sending)
         weights = stored_weights(model, lazy_from, context)  # while the model has all names and shapes
         if cuts:
-            _replace(model, cuts, comm, _groups(model, context, stages))
+            _replace(model, cuts, context, stages, plan or {})
             dispatch_by(model, sending)
             if context.rank == 0:
                 inform(_summary(model, capacity_factor))
@@ -159,16 +161,28 @@ def _decided(
     return rules, cuts
 
 
-def _replace(model: nn.Module, cuts: list[Cut], comm: Comm, over: Callable[[Cut], Comm]) -> None:
+def _replace(
+    model: nn.Module, cuts: list[Cut], context: ParallelContext, stages: int, user: Mapping[str, Rule]
+) -> None:
     """Put parallel layers in place, and give attention modules their local number of heads."""
+    comm = context.comm("tp")
     heads = list(attentions(model, cuts))
     all_heads = {owner: width // (head_size(owner) or 1) for owner, width, _ in heads}
-    replace(model, cuts, over)
+    replace(model, cuts, _groups(model, context, stages))
+    _watch(model, cuts, user, context)
     for owner, width, projections in heads:
         if any(cut.module is owner and cut.style == styles.HEADS_ARGUMENT for cut in cuts):
             owner.register_forward_pre_hook(partial(heads_argument, comm, all_heads[owner]), with_kwargs=True)
         localize(owner, comm.size, max(cut.copies(comm.size) for cut in projections), width)
     gather_attentions(model, all_heads, comm)
+
+
+def _watch(model: nn.Module, cuts: list[Cut], user: Mapping[str, Rule], context: ParallelContext) -> None:
+    """Look at what follows the layers that a user's rules leave in parts: no plan of a family was compared for it."""
+    for cut in cuts:
+        layer = model.get_submodule(cut.name)
+        if isinstance(layer, ColumnParallelLinear) and rule_of(cut.name, user) is not None and context.checks is None:
+            layer.checks = FirstCalls() if checked_calls() else None
 
 
 def _connect(model: nn.Module, cuts: list[Cut], comm: Comm, rules: Mapping[str, Rule], sequence_parallel: bool) -> None:

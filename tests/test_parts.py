@@ -51,6 +51,12 @@ def in_place(output: Any, labels: Tensor) -> Tensor:
     return next_token(output.logits, labels)
 
 
+def scaled(output: Any, labels: Tensor) -> Tensor:
+    scale = torch.ones((), dtype=torch.float64, requires_grad=True)
+    loss = z_loss(output.logits * scale)
+    return loss + torch.autograd.grad(loss, scale, retain_graph=True)[0]
+
+
 class Doubled(torch.autograd.Function):
     """Gets a tensor without torch's functions in between, and gives its gradient back so."""
 
@@ -83,7 +89,7 @@ READERS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "without gradients first": lambda output, labels: (
         output.loss * (1 + (output.logits.detach().argmax(-1) == labels).double().mean()) + z_loss(output.logits)
     ),
-    "a learned scale": lambda output, labels: z_loss(output.logits * torch.ones((), requires_grad=True)),
+    "a learned scale": scaled,
 }
 
 

@@ -66,6 +66,7 @@ NAMES: dict[str, dict[str, str]] = {
         "torch.distributed.distributed_c10d:_get_default_store": "()",
         "torch.nn:Module": "_forward_hooks _forward_pre_hooks _modules _parameters _non_persistent_buffers_set",
         "torch.nn.utils.clip_grad:_clip_grads_with_norm_": "(parameters, max_norm, total_norm",
+        "torch.nn.utils.clip_grad:_get_total_norm": "(tensors, norm_type",
         "torch.utils:_pytree": "",
         "torch.utils._python_dispatch:TorchDispatchMode": "",
         "torch.utils._pytree:tree_map": "",

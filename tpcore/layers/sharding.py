@@ -69,14 +69,33 @@ class Sharding:
         return self.layout.shares(self.ctx.mesh)
 
 
+class ForeignMarks:
+    """How scripts of another library mark what they have cut themselves. ``sharding`` asks each class derived from
+    this one that is imported."""
+
+    @staticmethod
+    def read(tensor: Tensor, known: Sharding | None) -> Sharding | None:
+        """The sharding of ``tensor`` by its marks, added to what is ``known``. ValueError where they contradict it."""
+        return known
+
+
 def sharding(tensor: Tensor) -> Sharding | None:
-    """The sharding of a parameter (or state_dict entry) of a parallel layer; None for any other tensor."""
+    """The sharding of a parameter (or state_dict entry) of a parallel layer, or of one that a script has cut and marked
+    itself; None for any other tensor."""
+    known = stamped(tensor)
+    for marks in ForeignMarks.__subclasses__():
+        known = marks.read(tensor, known)
+    return known
+
+
+def stamped(tensor: Tensor) -> Sharding | None:
+    """What ``stamp`` has set."""
     mark = getattr(tensor, "tpcore_sharding", None)
     return mark if isinstance(mark, Sharding) else None
 
 
 def stamp(tensor: Tensor, mark: Sharding) -> None:
-    """Set the attribute of ``tensor`` that ``sharding`` reads."""
+    """Set the sharding of ``tensor``, by an attribute of it."""
     tensor.tpcore_sharding = mark  # type: ignore[attr-defined]
 
 

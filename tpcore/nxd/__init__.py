@@ -10,6 +10,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+from . import marks as marks  # whatever a script imports from here, its marks on parameters are read
+
 
 def mirror(module: str, *paths: str) -> None:
     """Let ``module`` be found by ``paths`` below ``tpcore.nxd``, too: NeuronX Distributed has parts of it there."""

@@ -40,6 +40,8 @@ class ParallelContext:
     """The ``Zero1``s made here: their parameters' gradients are averaged by their step alone."""
     layers: WeakSet[Any] = field(default_factory=WeakSet, init=False, compare=False)
     """The modules made here of which other ranks have other parameters."""
+    marked: dict[int, ref[Any]] = field(default_factory=dict, init=False, compare=False)
+    """By id, the parameters that a script has cut and marked itself, whose entries in a state_dict have no mark."""
     _pid: int = field(default_factory=os.getpid, init=False, compare=False)
     _adopted: list[Comm] = field(default_factory=list, init=False, compare=False)
 

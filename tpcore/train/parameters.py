@@ -6,12 +6,13 @@ import sys
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any
+from weakref import ref
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..comm.comm import Comm
-from ..layers.sharding import sharding
+from ..layers.sharding import sharding, stamped
 from ..layout.mesh import DATA
 from ..runtime.context import current
 
@@ -33,8 +34,8 @@ def unique_parameters(parameters: Parameters) -> list[Tensor]:
 
 
 def check_parameters(parameters: Sequence[Tensor], names: Sequence[str]) -> None:
-    """Raise ValueError for parameters that torch's own parallelism has cut or that are on another context's
-    mesh: their norm and mean would be taken over the wrong ranks."""
+    """Raise ValueError for parameters that torch's own parallelism has cut, that are on another context's mesh, or
+    whose marks contradict their layout: their norm and mean would be taken over the wrong ranks."""
     ctx = current()
     for name, p in zip(names, parameters, strict=True):
         # by name: the core does not import torch's own parallelism
@@ -44,7 +45,12 @@ def check_parameters(parameters: Sequence[Tensor], names: Sequence[str]) -> None
                 "it, and tpcore would reduce it over the wrong ranks. Step and clip such a model by torch's "
                 "own functions; or cut it with tpcore's layers, and its optimizer's state with tpcore.Zero1"
             )
-        mark = sharding(p)
+        try:
+            mark = sharding(p)
+        except ValueError as e:
+            raise ValueError(f"parameter {name}: {e}") from None
+        if mark is not stamped(p):
+            ctx.marked[id(p)] = ref(p)
         if mark is not None and (mark.ctx.backend is not ctx.backend or mark.ctx.place != ctx.place):
             raise ValueError(
                 f"parameter {name} of shape {tuple(p.shape)} was built under another context, on mesh "

@@ -258,10 +258,12 @@ def _name(
 
 def _cuts_of(state: Any, ctx: ParallelContext, known: Mapping[int, Layout]) -> CutOf:
     """``known``: some cuts, by ``id``. The entry of a plain module that shares a parallel layer's parameter, as
-    ``cls.predictions.bias`` in transformers' BERT, is not stamped, but shares its memory with one that is."""
+    ``cls.predictions.bias`` in transformers' BERT, is not stamped, but shares its memory with one that is. A parameter
+    that a script has marked is known to ``ctx``."""
     memory_of = ctx.backend.memory_of
-    stamped = (t for _, t in model_tensors(state) if sharding(t) is not None and not t.is_meta)
-    marked: dict[object, Tensor] = {memory_of(t): t for t in stamped}
+    stamped = (t for _, t in model_tensors(state) if sharding(t) is not None)
+    by_script = (p for p in (of() for of in ctx.marked.values()) if p is not None)
+    marked: dict[object, Tensor] = {memory_of(t): t for t in (*stamped, *by_script) if not t.is_meta}
     optimizers = [o for o in state.values() if is_optimizer(o)] if isinstance(state, Mapping) else []
     layouts: dict[str, set[Layout]] = defaultdict(set)  # of the models' parameters
     for name, t in model_tensors(state) if optimizers else ():

@@ -10,8 +10,9 @@ from torch import Tensor
 from ... import layers
 from ...layers.initial import Init
 from ...layers.module import Device, ParallelModule
-from ...layers.sharding import sharding
+from ...layers.sharding import Sharding, stamp
 from .. import mirror
+from ..marks import EXPERTS, cut_of_layer
 
 Place = Device | Literal[False]
 """Where to allocate. False means None."""
@@ -24,14 +25,16 @@ def sequence_dim(enabled: bool, dim: int | None) -> int | None:
     return (dim or 0) if enabled else None
 
 
-def mark(tensor: Any) -> None:
-    """Set the attributes by which NeuronX Distributed and Megatron-LM describe the sharding of ``tensor``."""
-    sharded_as = sharding(tensor)
-    cut = sharded_as.layout.cuts[0] if sharded_as and sharded_as.layout.cuts else None
+def mark(tensor: Any, sharded_as: Sharding) -> None:
+    """Stamp ``tensor``, and set the attributes by which NeuronX Distributed and Megatron-LM describe its sharding."""
+    stamp(tensor, sharded_as)
+    cut = cut_of_layer(sharded_as.layout)
+    if any(of.axes == EXPERTS for of in sharded_as.layout.cuts):
+        tensor.expert_model_parallel = True
     tensor.tensor_model_parallel = cut is not None
     tensor.partition_dim = -1 if cut is None else cut.spec.dim
     tensor.partition_stride = 1 if cut is None else len(cut.spec.blocks)
-    tensor.num_partitions = 1 if cut is None or not sharded_as else cut.degree(sharded_as.ctx.mesh)
+    tensor.num_partitions = 1 if cut is None else cut.degree(sharded_as.ctx.mesh)
 
 
 class PublishedAttributes(ParallelModule):
@@ -43,8 +46,7 @@ class PublishedAttributes(ParallelModule):
     """The ``init_method`` that the constructor was given."""
 
     def stamp(self, tensor: Tensor, name: str) -> None:
-        super().stamp(tensor, name)
-        mark(tensor)
+        mark(tensor, self.sharding_of(name))
 
     @property
     def tensor_parallel_group(self) -> Any:

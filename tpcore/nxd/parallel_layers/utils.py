@@ -12,12 +12,13 @@ from torch.utils import _pytree
 from ... import settings
 from ...layers.loss import parallel_cross_entropy
 from ...layers.module import move_model_to_device
-from ...layers.sharding import sharding, stamp
+from ...layers.sharding import sharding
 from ...layout.shard import divide
 from ...log import inform
 from ...runtime.context import current
 from ...runtime.random import get_state, manual_seed, set_state, sharded
 from .. import mirror
+from ..marks import cut_of_layer
 from .attributes import mark
 
 __all__ = ["EmbeddingUtility", "copy_tensor_model_parallel_attributes", "divide", "ensure_divisibility"]
@@ -50,11 +51,10 @@ def split_tensor_along_last_dim(
 
 def copy_tensor_model_parallel_attributes(destination_tensor: Tensor, source_tensor: Tensor) -> None:
     """Copy the layout of ``source_tensor`` to ``destination_tensor``, e.g. a float32 master copy of a
-    parameter, for ``clip_grad_norm``. Does nothing if the source belongs to no parallel layer."""
+    parameter, for ``clip_grad_norm``. Does nothing if the source is neither a parallel layer's nor marked."""
     source = sharding(source_tensor)
     if source is not None:
-        stamp(destination_tensor, source)
-        mark(destination_tensor)
+        mark(destination_tensor, source)
 
 
 def get_local_world_size() -> int:
@@ -90,7 +90,7 @@ def move_all_tensor_to_cpu(data: Any, convert: bool = True) -> Any:
 def param_is_not_tensor_parallel_duplicate(param: Tensor) -> bool:
     """Whether this rank is the one that counts ``param``: of the cut ones every rank, else the first."""
     sharded_as = sharding(param)
-    return bool(sharded_as and sharded_as.layout.cuts) or current().coord("tp") == 0
+    return bool(sharded_as and cut_of_layer(sharded_as.layout)) or current().coord("tp") == 0
 
 
 class EmbeddingUtility:

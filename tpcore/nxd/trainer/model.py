@@ -15,6 +15,7 @@ from ...log import inform
 from ...runtime.consensus import gather_bytes
 from ...runtime.context import current, is_initialized
 from ...runtime.init import init
+from ...train.parameters import unique_parameters
 from ...train.pipeline import PipelinedLayers, find_layers
 from ...train.pipeline.model import loss_of
 from ...train.step import optimizer_step
@@ -192,6 +193,7 @@ def initialize_parallel_model(
     for module in model.modules():
         if isinstance(module, classes) and module not in pipelined:
             module.forward = partial(checkpoint, module.forward, use_reentrant=False)
+    unique_parameters(model)  # marks that contradict their layers show here, and a save before the first step knows all
     made = NxDModel(wrapped, nxd_config)
     made.train()
     return made

@@ -30,7 +30,7 @@ def _rows(file: str) -> Iterator[list[str]]:
 NXD, _STATE, _NEW_STATE = "neuronx_distributed", "megatron.core.parallel_state", "tpcore.nxd.parallel_state"
 _MPU = ("megatron.core.mpu", "megatron.mpu")
 """Other names of Megatron's parallel_state."""
-FAMILIES = (NXD, "fairscale.nn.model_parallel", "megatron", "optimum.neuron", "torch_xla")
+FAMILIES = (NXD, "fairscale.nn.model_parallel", "megatron", "optimum.neuron", "torch_xla", "torch_neuronx", "neuronxcc")
 
 _MEANINGS = [*_rows("meanings.tsv")]
 _ROWS = {old: Counterpart(new or None, note, not call) for old, new, call, note in _rows("names.tsv")}
@@ -80,9 +80,9 @@ def _module(name: str) -> Counterpart | None:
 
 
 def _gone(name: str) -> Counterpart | None:
-    """'No counterpart' for a name of a listed library; None for torch_xla's and for what is of none."""
+    """'No counterpart' for a name of a listed library; None for what is of none."""
     note = next((to.note for kind, to in _ABSENT.items() if kind in name.split(".")), "no counterpart")
-    return Counterpart(None, note) if old_library(name) and "torch_xla" not in name else None
+    return Counterpart(None, note) if old_library(name) else None
 
 
 def old_library(name: str) -> bool:

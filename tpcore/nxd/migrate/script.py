@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,8 +26,8 @@ Edit = tuple[int, int, int, int, str]
 
 
 class Script:
-    """``findings``: in order of lines. ``stays``: how many imports of an old library ``rewritten`` leaves.
-    SyntaxError for text that is no Python."""
+    """``findings``: in order of lines. ``stays``: how many imports of an old library ``rewritten`` leaves. ``by_hand``:
+    how many devices and groups of xla, and names that moved out of a module. SyntaxError for text that is no Python."""
 
     def __init__(self, text: str, path: str = "<script>") -> None:
         self.text = text
@@ -34,7 +35,7 @@ class Script:
         tree = ast.parse(text, path)
         self._names: dict[str, str] = {}  # what a local name stands for
         self._moved: dict[str, str] = {}  # the same after the rewriting
-        self.stays = 0
+        self.stays = self.by_hand = 0
         self._edits: list[Edit] = []
         self.findings: list[Finding] = []
         for node in ast.walk(tree):
@@ -121,17 +122,30 @@ class Script:
                 continue
             if new.new is None or new.note or not new.same_call or reached != new.new:
                 self._found(node.lineno, name, new, new.new)
+                self.by_hand += new.new is not None and reached not in (None, new.new)
             for note in notes_on(new.new or "", calls[id(node)]) if id(node) in calls else ():
                 self.findings.append(Finding(node.lineno, name, new.new, note))
         for call in calls.values():
             dynamic = _imported_by_call(call)
-            if old_library(dynamic) and not dynamic.startswith("torch_xla"):
+            if old_library(dynamic):
                 of = counterpart(dynamic) or Counterpart(None)
                 self._found(call.lineno, ast.unparse(call), of, of.new)
                 self.stays += 1
-            if _starts_xla_group(call):
+        self._xla(tree, [call for call in calls.values() if ast.unparse(call.func).endswith("init_process_group")])
+
+    def _xla(self, tree: ast.AST, starts: list[ast.Call]) -> None:
+        """Every device of xla, in whatever call or comparison; of groups, which ``starts`` make, the call."""
+        groups = {id(node): call for call in starts for node in ast.walk(call)}
+        for node in ast.walk(tree):
+            if not (isinstance(node, ast.Constant) and re.fullmatch(r"xla(:\d*)?", str(node.value))):
+                continue
+            self.by_hand += 1
+            if call := groups.get(id(node)):
                 note = "tpcore joins the job by itself; a group that the script makes otherwise is used"
                 self.findings.append(Finding(call.lineno, ast.unparse(call), "nothing", note))
+            else:
+                note = "this rank's device, whatever the backend; before initialization tpcore.nxd.utils.get_device()"
+                self.findings.append(Finding(node.lineno, repr(node.value), "tpcore.current().device", note))
 
     def _chains(self, tree: ast.AST) -> Iterator[tuple[ast.expr, str, str | None]]:
         """Longest dotted names that begin with an imported one, what they stand for, and what they reach
@@ -170,10 +184,3 @@ def _imported_by_call(call: ast.Call) -> str:
     if isinstance(first, ast.JoinedStr) and first.values:
         first = first.values[0]
     return str(first.value).rstrip(".") if isinstance(first, ast.Constant) else ""
-
-
-def _starts_xla_group(call: ast.Call) -> bool:
-    """Whether it is ``torch.distributed.init_process_group("xla")``, under any name."""
-    ends = ast.unparse(call.func).rpartition(".")[2] == "init_process_group"
-    values = [*call.args, *(keyword.value for keyword in call.keywords)]
-    return ends and any(isinstance(v, ast.Constant) and v.value == "xla" for v in values)

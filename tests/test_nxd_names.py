@@ -25,6 +25,9 @@ import tpcore
 from tpcore.comm import mappings as ops
 from tpcore.layout.mesh import Mesh
 from tpcore.nxd import parallel_layers as pl
+from tpcore.nxd.modules import GQAQKVColumnParallelLinear
+from tpcore.nxd.operators.argmax import argmax
+from tpcore.nxd.operators.topk import topk
 from tpcore.nxd.parallel_layers import mappings, parallel_state, utils
 from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
@@ -52,6 +55,13 @@ FORMS = """
     from tpcore.nxd.parallel_layers import checkpointing, grads, layers, loss_functions, mappings
     from tpcore.nxd.parallel_layers import random, utils
     from tpcore.nxd.parallel_layers import parallel_state as ps2
+    from tpcore.nxd.parallel_layers import PARALLEL_FUNCTIONS, PARALLEL_MODULES
+    from tpcore.nxd.parallel_layers.pad import get_number_of_extra_heads, pad_model
+    from tpcore.nxd.optimizer import NeuronEPZero1Optimizer
+    from tpcore.nxd.operators.argmax import argmax
+    from tpcore.nxd.operators.topk import topk
+    from tpcore.nxd.pipeline.comm import rmsg
+    assert tuple(map(int, neuronx_distributed.__version__.split("."))) >= (0, 1)
     assert ps is ps2
 
     # private names that scripts and optimum-neuron import; test_public_api.py asks for the others
@@ -90,15 +100,15 @@ PUBLISHED = """
     move_model_to_device(model, device)
     save(state_dict=None, save_dir=None)
     load(load_dir=None, model=None, model_key='model', sharded=True)
-    copy_to_tensor_model_parallel_region(x, process_group=None)
-    reduce_from_tensor_model_parallel_region(x, process_group=None)
-    scatter_to_tensor_model_parallel_region(x, process_group=None)
-    gather_from_tensor_model_parallel_region(x, process_group=None)
-    parallel_layers.mappings.scatter_to_sequence_parallel_region(x, sequence_dimension=0, process_group=None)
-    parallel_layers.mappings.gather_from_sequence_parallel_region(x, sequence_dimension=0, to_model_parallel=True,
+    copy_to_tensor_model_parallel_region(input_, process_group=None)
+    reduce_from_tensor_model_parallel_region(input_, process_group=None)
+    scatter_to_tensor_model_parallel_region(input_, process_group=None)
+    gather_from_tensor_model_parallel_region(input_, process_group=None)
+    parallel_layers.mappings.scatter_to_sequence_parallel_region(input_, sequence_dimension=0, process_group=None)
+    parallel_layers.mappings.gather_from_sequence_parallel_region(input_, sequence_dimension=0, to_model_parallel=True,
         process_group=None)
-    parallel_layers.mappings.reduce_scatter_to_sequence_parallel_region(x, sequence_dimension=0, process_group=None,
-        dtype=None)
+    parallel_layers.mappings.reduce_scatter_to_sequence_parallel_region(input_, sequence_dimension=0,
+        process_group=None, dtype=None)
     model_parallel_xla_manual_seed(seed)
     parallel_layers.utils.divide(numerator, denominator)
     split_tensor_along_last_dim(tensor, num_partitions, contiguous_split_chunks=False)
@@ -186,6 +196,52 @@ def test_documented_calls_of_embeddings(ctx: ParallelContext) -> None:
         assert torch.equal(table, tables[0])
     half = pl.ParallelEmbedding(10, 4, init.normal_, torch.float16, "cpu")
     assert half.weight.dtype is torch.float16
+
+
+@each_rank(dp=1, tp=2)
+def test_keywords_that_change_nothing(ctx: ParallelContext) -> None:
+    for name, keywords, function, dim in CASES:
+        x = torch.arange(128.0).view(4, 8, 4)
+        y = getattr(mappings, name)(input_=x.clone(), **keywords)
+        assert torch.equal(y, function(x, ctx.comm("tp"), dim)), name
+    for given in (False, True):
+        assert pl.ParallelEmbedding(8, 4, use_spmd_rank=given)(torch.arange(8)).shape == (8, 4)
+    pl.ColumnParallelLinear(4, 8, pad_alignment_size_per_rank=4, keep_padded_output=True)  # there is no padding
+    assert pl.ColumnParallelLinear(4, 7, pad=True, pad_alignment_size_per_rank=1)(torch.ones(4)).shape == (7,)
+    for changed in ({"pad_alignment_size_per_rank": 4}, {"keep_padded_output": True}):
+        with pytest.raises(ValueError, match="leave these two out, or give output_size rounded up"):
+            pl.ColumnParallelLinear(4, 7, pad=True, **changed)
+
+
+@each_rank(dp=1, tp=2)
+def test_operators_of_a_whole_tensor(ctx: ParallelContext) -> None:
+    """As torch's on the whole, where the first of equal values counts, along a sharded dim and along another."""
+    for whole in (torch.randn(3, 8, generator=torch.Generator().manual_seed(1)), torch.ones(3, 8)):
+        part = whole.chunk(2, -1)[ctx.coord("tp")]
+        for keepdim in (False, True):
+            assert torch.equal(argmax(part, 1, -1, keepdim), whole.argmax(1, keepdim))
+            assert torch.equal(argmax(part, 0, 1, keepdim), whole.argmax(0, keepdim))
+    whole = torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
+    part = whole.chunk(2, -1)[ctx.coord("tp")]
+    for k, dim in ((2, 1), (6, -1), (3, 0)):
+        for got, want in zip(topk(part, k, dim, -1), whole.topk(k, dim), strict=True):
+            assert torch.equal(got, want)
+
+
+@each_rank(dp=1, tp=2)
+def test_master_weights_of_projections(ctx: ParallelContext) -> None:
+    for fuse, names in ((True, ["qkv"]), (False, ["q", "k", "v"])):
+        torch.manual_seed(3)
+        layer = GQAQKVColumnParallelLinear(
+            4, [8, 4], keep_master_weight=True, fuse_qkv=fuse, dtype=torch.float64, kv_size_multiplier=2
+        )
+        torch.manual_seed(3)
+        plain = GQAQKVColumnParallelLinear(4, [8, 4], fuse_qkv=fuse, dtype=torch.float64, kv_size_multiplier=2)
+        for name in names:
+            weight, full = getattr(layer, f"weight_{name}"), getattr(layer, f"master_weight_{name}")
+            assert torch.equal(weight, getattr(plain, f"weight_{name}"))
+            assert torch.equal(weight, layer.shard_specs[f"weight_{name}"].shard(full, ctx.coord("tp"), 2))
+        assert not any("master" in name for name in layer.state_dict())
 
 
 @each_rank(dp=1, tp=2)
@@ -296,8 +352,29 @@ def test_utils() -> None:
     assert all(p.data_ptr() == x.data_ptr() + 16 * i for i, p in enumerate(parts))
     assert all(p.is_contiguous() for p in utils.split_tensor_along_last_dim(x, 3, True))
     assert [p.shape for p in utils.split_tensor_along_dim(x, 0, 2)] == [(2, 6), (2, 6)]
+    assert [p.shape for p in utils.split_tensor_along_second_dim(x[None], 2)] == [(1, 2, 6), (1, 2, 6)]
     with pytest.raises(ValueError, match="6 is not divisible by 4"):
         utils.split_tensor_along_last_dim(x, 4)
+
+
+def test_heads_that_divide_need_no_padding() -> None:
+    model = nn.Linear(2, 2)
+    assert pl.pad.pad_model(model, 4, 8, [nn.Linear], print) is model
+    with pytest.raises(ValueError, match=r"n_heads=6\): .* pass pad=True to its projections, with sizes for 8 heads"):
+        pl.pad.pad_model(model, tp_degree=4, n_heads=6)
+
+
+def test_casts() -> None:
+    single, double, whole = torch.ones(2), torch.ones(2, dtype=torch.float64), torch.ones(2, dtype=torch.int64)
+    kinds = [torch.bfloat16, torch.float64, torch.int64]
+    cast = utils.cast_all({"a": [single, double], "b": (whole, "text")})
+    assert [t.dtype for t in (*cast["a"], cast["b"][0])] == kinds
+    assert cast["b"][1] == "text"
+    assert utils.cast_if_autocast_enabled(single, double) == (single, double)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert [t.dtype for t in utils.cast_if_autocast_enabled(single, double, whole)] == kinds
+        (inside,) = utils.cast_if_autocast_enabled({"x": single})
+        assert inside["x"].dtype is torch.bfloat16
 
 
 @each_rank(dp=1, tp=2)

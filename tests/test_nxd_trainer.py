@@ -380,6 +380,11 @@ def test_a_pipeline_without_a_trainer_takes_the_mean_over_dp() -> None:
         model = NxDPPModel(staged(), Layer, 2, **options)
         model.move_model_to_device()
         assert "layers" in dict(model.local_named_modules())
+        module = model.original_torch_module
+        assert list(model.local_modules()) == list(module.modules())
+        assert list(model.local_children()) == [child for _, child in model.local_named_children()]
+        assert list(model.local_children()) == list(module.children())
+        assert list(model.local_buffers()) == [t for _, t in model.local_named_buffers()] == list(module.buffers())
         mine = torch.cat(batches(2)).chunk(ctx.mesh.axes["dp"])[ctx.coord("dp")]
         loss = model.run_train(mine, labels=mine)
         torch.optim.SGD(model.local_parameters(), lr=1.0).step()

@@ -68,7 +68,8 @@ PUBLIC = {
             model_parallel_is_initialized rmsg
         """,
         "tpcore.nxd.parallel_layers": """
-            ColumnParallelLinear ParallelEmbedding RowParallelLinear copy_to_tensor_model_parallel_region
+            PARALLEL_FUNCTIONS PARALLEL_MODULES ColumnParallelLinear ParallelEmbedding RowParallelLinear
+            copy_to_tensor_model_parallel_region
             gather_from_tensor_model_parallel_region reduce_from_tensor_model_parallel_region
             scatter_to_tensor_model_parallel_region checkpointing clip_grad_norm
             copy_tensor_model_parallel_attributes get_xla_rng_tracker grads initialize_model_parallel layer_norm
@@ -85,7 +86,7 @@ PUBLIC = {
             ColumnParallelLinear ParallelEmbedding RowParallelLinear BaseParallelLinear
             copy_tensor_model_parallel_attributes create_local_weight param_is_not_tensor_parallel_duplicate
         """,
-        "tpcore.nxd.parallel_layers.pad": "get_number_of_extra_heads",
+        "tpcore.nxd.parallel_layers.pad": "get_number_of_extra_heads pad_model",
         "tpcore.nxd.parallel_layers.loss_functions": "from_parallel_logits_to_logprobs parallel_cross_entropy",
         "tpcore.nxd.parallel_layers.mappings": """
             copy_to_tensor_model_parallel_region gather_from_tensor_model_parallel_region
@@ -103,7 +104,7 @@ PUBLIC = {
         "tpcore.nxd.modules": "GQAQKVColumnParallelLinear RMSNorm",
         "tpcore.nxd.modules.qkv_linear": "GQAQKVColumnParallelLinear",
         "tpcore.nxd.modules.rms_norm": "RMSNorm",
-        "tpcore.nxd.optimizer": "NeuronZero1Optimizer",
+        "tpcore.nxd.optimizer": "NeuronEPZero1Optimizer NeuronZero1Optimizer",
         "tpcore.nxd.optimizer.zero_redundancy_optimizer": "NeuronZero1Optimizer",
         "tpcore.nxd.pipeline": "NxDPPModel",
         "tpcore.nxd.pipeline.model": "NxDPPModel",
@@ -128,12 +129,16 @@ PUBLIC = {
         "tpcore.nxd.utils.logger": "get_logger",
         "tpcore.nxd.utils.model_utils": "move_model_to_device",
         "tpcore.nxd.parallel_layers.utils": """
-            EmbeddingUtility XLARNGStatesTracker copy_tensor_model_parallel_attributes divide ensure_divisibility
+            EmbeddingUtility XLARNGStatesTracker cast_all cast_if_autocast_enabled
+            copy_tensor_model_parallel_attributes divide ensure_divisibility
             from_parallel_logits_to_logprobs get_local_world_size get_number_of_extra_heads get_padding_length
             get_xla_rng_tracker is_pjrt_device model_parallel_xla_manual_seed move_all_tensor_to_cpu
-            move_model_to_device parallel_cross_entropy param_is_not_tensor_parallel_duplicate
+            move_model_to_device pad_model parallel_cross_entropy param_is_not_tensor_parallel_duplicate
             requires_init_pg_override split_tensor_along_dim split_tensor_along_last_dim
+            split_tensor_along_second_dim
         """,
+        "tpcore.nxd.operators.argmax": "argmax",
+        "tpcore.nxd.operators.topk": "topk whole_of",
     }.items()
 }
 

@@ -12,6 +12,9 @@ from typing import Any
 
 from . import marks as marks  # whatever a script imports from here, its marks on parameters are read
 
+__version__ = "0.18.0"
+"""Of NeuronX Distributed, whose names are here."""
+
 
 def mirror(module: str, *paths: str) -> None:
     """Let ``module`` be found by ``paths`` below ``tpcore.nxd``, too: NeuronX Distributed has parts of it there."""

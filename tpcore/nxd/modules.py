@@ -13,7 +13,7 @@ from .. import layers
 from ..comm import mappings as ops
 from ..layers.features import Copies
 from ..layers.fused import enter
-from ..layers.initial import Init, kaiming_uniform, uniform_bias
+from ..layers.initial import Init, kaiming_uniform, uniform_bias, unsharded
 from ..layout.shard import Block, ShardSpec
 from . import mirror
 from .parallel_layers.attributes import NormArguments, Place, PublishedAttributes
@@ -31,9 +31,10 @@ class GQAQKVColumnParallelLinear(PublishedAttributes):
     ``output_sizes``: features of q, and of k (those of v are as many). ``kv_size_multiplier``: so many consecutive
     ranks hold the same part of k and v, rank r part ``r // kv_size_multiplier`` in the model's own order of heads, and
     the gradients of its weights are summed over them. Parameters are ``weight_qkv`` with ``fuse_qkv``, else
-    ``weight_q``, ``weight_k`` and ``weight_v``, and biases alike. Input ``[..., input_size]``, the same on every rank,
-    or with sequence parallelism this rank's chunk along dim 0. ``gather_output``: all features of each, keys and values
-    once. ValueError for sizes that do not divide.
+    ``weight_q``, ``weight_k`` and ``weight_v``, and biases alike; with ``keep_master_weight`` the full initial weights
+    are ``master_weight_qkv`` and so on, on the CPU. Input ``[..., input_size]``, the same on every rank, or with
+    sequence parallelism this rank's chunk along dim 0. ``gather_output``: all features of each, keys and values once.
+    ValueError for sizes that do not divide.
     """
 
     def __init__(
@@ -52,11 +53,6 @@ class GQAQKVColumnParallelLinear(PublishedAttributes):
         reduce_dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
-        if keep_master_weight:
-            raise ValueError(
-                "GQAQKVColumnParallelLinear(keep_master_weight=True): a master weight is kept by "
-                "ColumnParallelLinear alone; a checkpoint gives full weights at any degree"
-            )
         self.input_size, self.output_sizes = input_size, list(output_sizes)
         self.gather_output, self.fuse_qkv, self.use_bias = gather_output, fuse_qkv, bias
         self.kv_size_multiplier, self.arg_init_method = kv_size_multiplier, init_method
@@ -70,7 +66,10 @@ class GQAQKVColumnParallelLinear(PublishedAttributes):
             cut = ShardSpec((sum(block.size for block in blocks),), 0, blocks)
             self.copies[name] = Copies.of(cut, self, reduce_dtype)
             weight = ShardSpec((cut.shape[0], input_size), 0, blocks)
-            self.shard_parameter(f"weight_{name}", weight, init_method or kaiming_uniform, dtype, device or None)
+            init = init_method or kaiming_uniform
+            if keep_master_weight:  # before the layer draws, from the same random state
+                setattr(self, f"master_weight_{name}", unsharded(init, weight.shape, dtype))
+            self.shard_parameter(f"weight_{name}", weight, init, dtype, device or None)
             if bias:
                 self.shard_parameter(f"bias_{name}", cut, uniform_bias(input_size), dtype, device or None)
             else:

@@ -16,6 +16,7 @@ from ..runtime.context import current
 from ..train.data_parallel import reduce_gradients
 from ..train.pipeline import PipelinedLayers, PipelineModel, find_layers
 from . import mirror
+from .parallel_layers import parallel_state
 
 __all__ = ["NxDPPModel"]
 
@@ -147,8 +148,17 @@ class NxDPPModel(Wrapper):
     # what is local is all that a stage has
     local_parameters = Wrapper.parameters
     local_named_parameters = Wrapper.named_parameters
+    local_buffers = Wrapper.buffers
+    local_named_buffers = Wrapper.named_buffers
+    local_modules = Wrapper.modules
     local_named_modules = Wrapper.named_modules
     local_state_dict = Wrapper.state_dict
+
+    def local_children(self) -> Iterator[nn.Module]:
+        return self.original_torch_module.children()
+
+    def local_named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        return self.original_torch_module.named_children()
 
 
 @torch.no_grad()
@@ -197,3 +207,4 @@ def _check_cuts(cuts: Sequence[str], layers: int, stages: int) -> None:
 
 
 mirror(__name__, "pipeline.model")
+mirror(parallel_state.__name__, "pipeline.comm")

@@ -21,8 +21,14 @@ from .utils import (
 )
 
 layer_norm, loss_functions, random = attributes, utils, utils  # by their paths in NeuronX Distributed
+PARALLEL_MODULES, PARALLEL_FUNCTIONS = (
+    [ColumnParallelLinear, RowParallelLinear, ParallelEmbedding],
+    [parallel_cross_entropy],
+)
+"""What a tracer of the script's own leaves whole."""
 
-__all__ = ["checkpointing", "grads", "layer_norm", "layers", "loss_functions", "mappings", "parallel_state", "random"]
+__all__ = ["PARALLEL_FUNCTIONS", "PARALLEL_MODULES"]
+__all__ += ["checkpointing", "grads", "layer_norm", "layers", "loss_functions", "mappings", "parallel_state", "random"]
 __all__ += ["ColumnParallelLinear", "ParallelEmbedding", "RowParallelLinear", "load", "parallel_cross_entropy", "save"]
 __all__ += ["copy_to_tensor_model_parallel_region", "gather_from_tensor_model_parallel_region"]
 __all__ += ["reduce_from_tensor_model_parallel_region", "scatter_to_tensor_model_parallel_region"]

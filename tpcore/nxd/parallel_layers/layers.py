@@ -69,7 +69,8 @@ def _master_weight(
 
 class ColumnParallelLinear(BaseParallelLinear, layers.ColumnParallelLinear):
     """``tpcore.ColumnParallelLinear`` with NeuronX Distributed's arguments. ``stride``: ``blocks`` as a number.
-    ``sequence_dimension``: None is dim 0 with ``sequence_parallel_enabled``."""
+    ``sequence_dimension``: None is dim 0 with ``sequence_parallel_enabled``. ``pad_alignment_size_per_rank`` and
+    ``keep_padded_output`` are about padding, and have their defaults where there is any."""
 
     def __init__(
         self,
@@ -89,7 +90,15 @@ class ColumnParallelLinear(BaseParallelLinear, layers.ColumnParallelLinear):
         reduce_dtype: torch.dtype = torch.float32,
         keep_master_weight: bool = False,
         tensor_model_parallel_group: Any = None,
+        pad_alignment_size_per_rank: int = 1,
+        keep_padded_output: bool = False,
     ) -> None:
+        if pad and (pad_alignment_size_per_rank != 1 or keep_padded_output):
+            raise ValueError(
+                f"ColumnParallelLinear(pad=True, pad_alignment_size_per_rank={pad_alignment_size_per_rank}, "
+                f"keep_padded_output={keep_padded_output}): ranks get equal parts and a gathered output has no "
+                "padding; leave these two out, or give output_size rounded up"
+            )
         master = _master_weight(keep_master_weight, type(self), (output_size, input_size), init_method, dtype)
         tokens = sequence_dim(sequence_parallel_enabled, sequence_dimension)
         options: Options = {"skip_bias_add": skip_bias_add, "pad": pad, "reduce_dtype": reduce_dtype}
@@ -148,7 +157,8 @@ class ParallelEmbedding(PublishedAttributes, layers.ParallelEmbedding):
 
     With ``sequence_parallel_enabled=True`` and no ``sequence_dimension``, or 0, the output is
     ``[sequence / tp, batch, hidden]``: this rank's tokens of every sample. ``sequence_dimension=1`` gives
-    ``[batch, sequence / tp, hidden]``. ``collect_output=False``: this rank's partial sums or columns. A callable as
+    ``[batch, sequence / tp, hidden]``. ``collect_output=False``: this rank's partial sums or columns. ``use_spmd_rank``
+    changes nothing: one program serves all ranks. A callable as
     third argument is taken as ``init_method``, followed by dtype and device.
     """
 
@@ -171,6 +181,7 @@ class ParallelEmbedding(PublishedAttributes, layers.ParallelEmbedding):
         *,
         sequence_dimension: int | None = None,
         collect_output: bool = True,
+        use_spmd_rank: bool = False,
     ) -> None:
         if callable(padding_idx):  # order of the first release: (num, dim, init_method, dtype, device)
             init_method, padding_idx = padding_idx, None

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree
 
 from ... import settings
@@ -24,6 +24,7 @@ from .attributes import mark
 __all__ = ["EmbeddingUtility", "copy_tensor_model_parallel_attributes", "divide", "ensure_divisibility"]
 __all__ += ["get_local_world_size", "get_number_of_extra_heads", "get_padding_length", "is_pjrt_device"]
 __all__ += ["move_all_tensor_to_cpu", "move_model_to_device", "param_is_not_tensor_parallel_duplicate"]
+__all__ += ["cast_all", "cast_if_autocast_enabled", "pad_model", "split_tensor_along_second_dim"]
 __all__ += ["requires_init_pg_override", "split_tensor_along_dim", "split_tensor_along_last_dim"]
 __all__ += ["XLARNGStatesTracker", "get_xla_rng_tracker", "model_parallel_xla_manual_seed"]
 __all__ += ["from_parallel_logits_to_logprobs", "parallel_cross_entropy"]
@@ -47,6 +48,32 @@ def split_tensor_along_last_dim(
     tensor: Tensor, num_partitions: int, contiguous_split_chunks: bool = False
 ) -> tuple[Tensor, ...]:
     return split_tensor_along_dim(tensor, -1, num_partitions, contiguous_split_chunks)
+
+
+def split_tensor_along_second_dim(
+    tensor: Tensor, num_partitions: int, contiguous_split_chunks: bool = False
+) -> tuple[Tensor, ...]:
+    return split_tensor_along_dim(tensor, 1, num_partitions, contiguous_split_chunks)
+
+
+def cast_all(state: Any, from_dtype: torch.dtype = torch.float32, to_dtype: torch.dtype = torch.bfloat16) -> Any:
+    """``state``, a nest of lists, tuples and dicts, with its tensors of ``from_dtype`` as ``to_dtype``."""
+    return _pytree.tree_map(lambda t: t.to(to_dtype) if isinstance(t, Tensor) and t.dtype == from_dtype else t, state)
+
+
+def cast_if_autocast_enabled(*args: Any) -> Any:
+    """``args``; under autocast with the tensors that it casts, floating ones but float64, in its dtype."""
+    kinds = [t.device.type for t in _pytree.tree_leaves(args) if isinstance(t, Tensor)]
+    active = [kind for kind in kinds if torch.is_autocast_enabled(kind)]
+    if not active:
+        return args
+    dtype = torch.get_autocast_dtype(active[0])
+
+    def cast(t: Any) -> Any:
+        floating = isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64
+        return t.to(dtype) if floating else t
+
+    return _pytree.tree_map(cast, args)
 
 
 def copy_tensor_model_parallel_attributes(destination_tensor: Tensor, source_tensor: Tensor) -> None:
@@ -80,6 +107,18 @@ def get_padding_length(numerator: int, denominator: int) -> int:
 def get_number_of_extra_heads(n_head: int, tp_degree: int) -> int:
     """Heads to add to ``n_head`` so that ``tp_degree`` divides them."""
     return get_padding_length(n_head, tp_degree)
+
+
+def pad_model(
+    model: nn.Module, tp_degree: int, n_heads: int, wrapped_classes: Any = (), pad_hook_fn: Any = None
+) -> nn.Module:
+    """``model``, if ``tp_degree`` divides its heads, so that there is nothing to pad; ValueError if not."""
+    if n_heads % tp_degree:
+        raise ValueError(
+            f"pad_model(tp_degree={tp_degree}, n_heads={n_heads}): a layer is padded as it is made: pass pad=True to "
+            f"its projections, with sizes for {n_heads + get_number_of_extra_heads(n_heads, tp_degree)} heads"
+        )
+    return model
 
 
 def move_all_tensor_to_cpu(data: Any, convert: bool = True) -> Any:

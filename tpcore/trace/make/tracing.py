@@ -175,7 +175,8 @@ class Tracer:
             name = next(name for name in [*first, *other] if first.get(name) != other.get(name))
             return ValueError(
                 f"{name!r} is not cut, and ranks 0 and {rank} hold different values: load a "
-                "checkpoint, or seed (torch.manual_seed) before the model is built"
+                "checkpoint, or seed (torch.manual_seed) before the model is built. If it is a rank's own part, let "
+                "the model keep the whole tensor as a buffer and take tpcore.comm.mappings.scatter(whole, comm, dim)"
             )
 
         agree(gather(sums, self._ctx.world), error)

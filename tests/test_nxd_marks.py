@@ -86,7 +86,15 @@ def _experts(ctx: ParallelContext, step: Callable[[nn.Module], Callable[[], Any]
     take = step(model)
     model(6.0 if ctx.rank else 2.0).backward()
     take()
-    return model.part.item(), model.same[0].item()
+    first = model.part.item(), model.same[0].item()
+    model.zero_grad()
+    for x in (2.0, 4.0):  # the same in two parts
+        model(x if ctx.rank else x / 3).backward()
+    take()
+    assert (model.part.item() - first[0], model.same[0].item() - first[1]) == pytest.approx(
+        (-3 if ctx.rank else -1, -4)
+    )
+    return first
 
 
 @pytest.mark.parametrize("step", STEPS)

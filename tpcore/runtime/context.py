@@ -42,6 +42,8 @@ class ParallelContext:
     """The modules made here of which other ranks have other parameters."""
     marked: dict[int, ref[Any]] = field(default_factory=dict, init=False, compare=False)
     """By id, the parameters that a script has cut and marked itself, whose entries in a state_dict have no mark."""
+    averaged: dict[int, ref[Any]] = field(default_factory=dict, init=False, compare=False)
+    """Those of ``marked`` whose backward takes the mean over the axes that they are cut over."""
     _pid: int = field(default_factory=os.getpid, init=False, compare=False)
     _adopted: list[Comm] = field(default_factory=list, init=False, compare=False)
 

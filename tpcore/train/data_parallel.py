@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..comm.comm import Comm
 from ..comm.transport import CPU, Pending
-from .parameters import Parameters, data_comm, unique_parameters
+from .parameters import Parameters, average_experts, data_comm, unique_parameters
 
 T = TypeVar("T")
 
@@ -152,7 +152,9 @@ def reduce_gradients(parameters: Parameters) -> None:
 def reduce_beside(parameters: Parameters, under_way: Sequence[Bucket]) -> None:
     """``reduce_gradients``, of which the buckets ``under_way`` are started."""
     by_comm: dict[Comm, tuple[list[Tensor], list[Bucket]]] = {}
-    for p in unique_parameters(parameters):
+    unique = unique_parameters(parameters)
+    average_experts(unique)
+    for p in unique:
         if p.requires_grad:
             by_comm.setdefault(data_comm(p), ([], []))[0].append(p)
     for bucket in under_way:
@@ -196,6 +198,7 @@ def _put(parameters: Sequence[Tensor], total: Tensor) -> None:
 
 def buckets_of(parameters: Sequence[Tensor]) -> list[Bucket]:
     """The buckets of parameters whose gradients are summed over ranks, in the order in which backward ends them."""
+    average_experts(parameters)
     last_first = [p for p in reversed(parameters) if p.requires_grad and data_comm(p).size > 1]
 
     def kind(p: Tensor) -> tuple[Comm, torch.dtype]:

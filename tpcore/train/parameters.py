@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import chain
+from math import prod
 from typing import Any
 from weakref import ref
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -66,6 +69,28 @@ def data_comm(p: Tensor) -> Comm:
     ctx, mark = current(), sharding(p)
     cut = mark.axes if mark is not None else ()
     return ctx.comm(*(axis for axis in ctx.mesh.present(DATA) if axis not in cut))
+
+
+def average_experts(parameters: Iterable[Tensor]) -> None:
+    """Let the gradient of experts that a script has marked itself, accumulated or to come, count as one batch of those
+    of all ep ranks: backward takes this mean of tpcore's own experts."""
+    ctx = current()
+    for p in parameters:
+        mark = sharding(p)
+        of = [ctx.mesh.axes[axis] for axis in mark.axes if axis in DATA] if mark is not None else []
+        known = ctx.averaged.get(id(p))
+        if of and mark is not stamped(p) and p.requires_grad and (known is None or known() is not p):
+            ctx.averaged[id(p)] = ref(p)
+            p.register_hook(partial(torch.mul, other=1 / prod(of)))
+            if p.grad is not None:
+                p.grad.div_(prod(of))
+
+
+def check_for_parts(parameters: Sequence[Tensor], names: Sequence[str]) -> None:
+    """``check_parameters`` of an optimizer whose state is cut over dp, and ``average_experts``."""
+    check_parameters(parameters, names)
+    check_same_over_dp(parameters, names)
+    average_experts(parameters)
 
 
 def check_same_over_dp(parameters: Sequence[Tensor], names: Sequence[str]) -> None:

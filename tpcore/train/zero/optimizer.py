@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ...runtime.context import current
 from ..clip import norm_of, scale_to
 from ..data_parallel import Bucket, overlap_of, present_anywhere
-from ..parameters import check_not_replaced, check_parameters, check_same_over_dp, data_comm, named_of, names_of
+from ..parameters import check_for_parts, check_not_replaced, data_comm, named_of, names_of
 from .chunk import Accumulation, ParameterChunk, ReadRun, Reduction, in_buckets, kind_of
 from .elementwise import check_elementwise
 from .state import IN_STEP, MASTER, Outline, check_kind, entries_of, outline_of, renumbered
@@ -79,8 +79,7 @@ class Zero1(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         params, names = named_of(param_group)
-        check_parameters(params, names)
-        check_same_over_dp(params, names)
+        check_for_parts(params, names)
         super().add_param_group(param_group)
         self._gradients.watch(params)
 
@@ -101,7 +100,7 @@ class Zero1(torch.optim.Optimizer):
             self._base = None
             overlap_of(self).drop()  # of other chunks
         if self._base is None:
-            check_parameters(self._parameters, names_of(self.param_groups))
+            check_for_parts(self._parameters, names_of(self.param_groups))
             self._chunks = {}
             self._base = self._class([self._add(group) for group in self.param_groups], **self._options)
         for group in self.param_groups[len(self._base.param_groups) :]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import FunctionType
 from typing import Any
 
 import families
+import peft
 import pytest
 import torch
 import torch.distributed as dist
@@ -222,27 +222,40 @@ def test_adapters_on_modules_that_are_cut_afterwards_are_refused(ctx: tpcore.Par
 
 
 def quantize_(model: Any) -> None:
-    """As torchao's walks over a model, with a filter for instances of ``nn.Linear``."""
-    assert not isinstance(model, torch.nn.Linear), "no linear layer is left"
-    for _, child in list(model.named_children()):
-        globals()["quantize_"](child)
+    """As torchao's with its default filter: each ``nn.Linear`` gets a weight of a class of its own."""
+
+    class Packed(torch.Tensor):
+        pass
+
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.weight = torch.nn.Parameter(module.weight.detach().as_subclass(Packed), requires_grad=False)
 
 
-def by_names(model: Any) -> None:
-    dict(model.named_modules())
+def quantize_dynamic(model: Any) -> None:
+    torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8, inplace=True)
 
 
-@pytest.mark.parametrize("how", [quantize_, by_names])
-def test_quantizers_that_would_pass_by_sharded_layers_are_refused(how: Any) -> None:
-    """Found by the name of the module whose function it is, so these are made functions of torchao's."""
-    torchao: dict[str, Any] = {**globals(), "__name__": "torchao.quantization.quant_api"}
-    torchao["quantize_"] = quantize = FunctionType(how.__code__, torchao)
+def inject(model: Any) -> None:
+    peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["q_proj", "down_proj"]), model.model.layers)
 
+
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        (quantize_, "weight cannot become a Packed, of this rank's part: quantize before"),
+        (quantize_dynamic, "quantizes modules that it knows, and no Parallel"),
+        (inject, "Target module ColumnParallelLinear.* is not supported"),  # peft's own words
+    ],
+)
+def test_who_knows_torchs_layers_alone_is_refused(how: Any, words: str) -> None:
     def rank(ctx: tpcore.ParallelContext) -> None:
         model = tpcore.parallelize(llama())
-        assert dict(model.named_modules())
-        with pytest.raises(ValueError, match="quant_api quantizes modules that it knows, and no Parallel"):
-            quantize(model)
+        before = {name: id(p) for name, p in model.named_parameters()}
+        with pytest.raises(ValueError, match=words):
+            how(model)
+        assert {name: id(p) for name, p in model.named_parameters()} == before
 
     run_ranks(TWO, rank)
 

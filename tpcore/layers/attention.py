@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from ..layout.shard import Block
 from ..runtime.context import current
+from .adopt import checked_plain, filled
 from .fused import enter
 from .initial import Init
 from .linear import ColumnParallelLinear
-from .module import Device, checked_plain, filled
+from .module import Device
 
 
 def _copied(

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from ..comm import mappings as ops
 from ..layout.shard import ShardSpec
+from .adopt import checked_plain, filled
 from .features import Features, check_tokens_dim, cut_features, tokens_over
 from .fused import leave
 from .initial import Init
-from .module import Device, ParallelModule, checked_plain, filled
+from .module import Device, ParallelModule
 
 
 def exporting() -> bool:
@@ -160,6 +161,10 @@ class ParallelEmbedding(ParallelModule):
             self._renormalize(ids)
         y = self._columns(ids) if self.shard_across_embedding else self._rows(ids)
         return y if self.sequence_dim is None else self.as_part(y, self.sequence_dim, "tokens")
+
+    @property
+    def sides(self) -> tuple[Features | None, Features | None]:
+        return None, None if self.collect_output else self.features
 
     def _rows(self, ids: Tensor) -> Tensor:
         local, here = self._local_rows(ids)

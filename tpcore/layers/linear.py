@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from ..comm import mappings as ops
 from ..layout.shard import Block, ShardSpec
+from .adopt import checked_plain, filled
 from .features import Blocks, Copies, Features, check_tokens_dim, cut_features, refuse_width, tokens_over
 from .fused import column_linear, row_linear
 from .initial import Init, kaiming_uniform, uniform_bias
-from .module import Device, checked_plain, filled
+from .module import Device
 from .quantized import QuantizableLinear
 from .tokens import TokenRegion
 

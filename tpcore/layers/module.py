@@ -1,11 +1,9 @@
-"""Base class of parallel layers, which allocates and initialises parameters by specs; conversion of plain modules."""
+"""Base class of parallel layers, which allocates and initialises parameters by specs."""
 
 from __future__ import annotations
 
-import sys
 import weakref
-from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +15,6 @@ from ..runtime.context import current
 from .initial import Init
 from .sharding import Sharding, stamp
 
-_QUANTIZERS = ("torchao.", "torch.ao.quantization.")
 Device = torch.device | str | None
 
 
@@ -47,6 +44,10 @@ class ParallelModule(nn.Module):
         """Number this layer among those on its group: ranks in different layers are told apart by it."""
         self.tp.layers += 1
         self._number = self.tp.layers
+        self.known()
+
+    def known(self) -> None:
+        """Let the guards of this job know of this layer, of which other ranks have other parameters."""
         self._layout_ctx.layers.add(self)
 
     @property
@@ -90,6 +91,11 @@ class ParallelModule(nn.Module):
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         if param is not None and name in self.shard_specs:
+            if type(param) is not nn.Parameter:  # a quantizer's, for it finds a sharded head to be an nn.Linear
+                raise ValueError(
+                    f"{type(self).__name__}.{name} cannot become a {type(param).__name__}, of this rank's part: "
+                    "quantize before the model is sharded, or with parallelize(model, quantize=)"
+                )
             spec, shape, local = self.shard_specs[name], tuple(param.shape), tuple(self.sharding_of(name).local_shape)
             if shape != local:  # with the whole on each rank a sum over the ranks would be tp times too large
                 raise ValueError(
@@ -167,28 +173,22 @@ class ParallelModule(nn.Module):
             if prefix + name in destination:
                 self.stamp(destination[prefix + name], name)
 
-    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        self._refuse_quantizers()
-        return super().named_children()
+    @property
+    def sides(self) -> tuple[Any, Any]:
+        """The ``Features`` that enter and leave in the current forward; None: each rank has all."""
+        return None, None
 
-    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        self._refuse_quantizers()
-        yield from super().named_modules(*args, **kwargs)
+    @property
+    def qconfig(self) -> Any:
+        """What quantizers of torch set on each module of a model, before they change those that they know."""
+        raise AttributeError
 
-    def _refuse_quantizers(self) -> None:
-        """ValueError where a quantizer walks over the model: it knows ``nn.Linear`` alone, would pass by this
-        layer, and the model would stay as it is without a word."""
-        if torch.compiler.is_compiling():
-            return
-        frame = sys._getframe(2)
-        while frame.f_globals.get("__name__") == nn.Module.__module__ and frame.f_back is not None:
-            frame = frame.f_back
-        caller = str(frame.f_globals.get("__name__"))
-        if caller.startswith(_QUANTIZERS):
-            raise ValueError(
-                f"{caller} quantizes modules that it knows, and no {type(self).__name__}: it would leave the "
-                "sharded layers as they are, so sharded models are not quantized"
-            )
+    @qconfig.setter
+    def qconfig(self, _: Any) -> None:
+        raise ValueError(
+            f"torch.ao quantizes modules that it knows, and no {type(self).__name__}: it would leave the sharded "
+            "layers as they are, so sharded models are not quantized"
+        )
 
     def _shapes(self) -> str:
         """Unsharded and local shape of the weight, for ``extra_repr``."""
@@ -221,62 +221,3 @@ def move_model_to_device(model: nn.Module, device: torch.device | str) -> nn.Mod
             replacements[p] = moved
         module._parameters[name] = replacements[p]
     return model
-
-
-Cut = TypeVar("Cut", bound=ParallelModule)
-
-
-def checked_plain(plain: nn.Module, kind: type[nn.Module], layer: type[nn.Module]) -> Any:
-    """``plain``, if it computes what ``kind`` does. ValueError for another module, and for a subclass with
-    its own forward (an embedding that scales its output), which a replacement would silently lose."""
-    if not isinstance(plain, kind):
-        raise ValueError(f"{layer.__name__}.from_plain takes a torch.nn.{kind.__name__}, not {type(plain).__name__}")
-    if type(plain).forward is not kind.forward:
-        raise ValueError(
-            f"{layer.__name__}.from_plain: {type(plain).__name__} has a forward of its own, which would be "
-            f"lost; replace its torch.nn.{kind.__name__} inside, or write a layer for it"
-        )
-    return plain
-
-
-def filled(layer: Cut, plain: nn.Module) -> Cut:
-    """``layer``, which is on meta, with this rank's part of the parameters of ``plain``."""
-    names, plain_names = set(layer.shard_specs), {name for name, _ in plain.named_parameters(recurse=False)}
-    if names != plain_names:  # a parametrized weight, for example, has other names
-        raise ValueError(
-            f"{type(layer).__name__}.from_plain: {type(plain).__name__} has the parameters {sorted(plain_names)}, "
-            f"not {sorted(names)}"
-        )
-    for name, spec in layer.shard_specs.items():
-        whole = plain.get_parameter(name)
-        if tuple(whole.shape) != spec.shape:
-            raise ValueError(
-                f"{type(layer).__name__}.from_plain: {name} of shape {tuple(whole.shape)}, not {spec.shape}"
-            )
-        part = nn.Parameter(_part(layer, name, whole.detach()), requires_grad=whole.requires_grad)
-        layer.register_parameter(name, part)
-    return layer.train(plain.training)
-
-
-def become_part(p: nn.Parameter, part: Tensor) -> None:
-    """Let ``p`` have this rank's part, and stay the same object: an optimizer may have it."""
-    if p.grad is not None and p.shape != part.shape:
-        raise ValueError("a parameter has a gradient of its whole: call model.zero_grad() before parallelize")
-    p.data = part
-
-
-def keeping(layer: Cut, plain: nn.Module) -> Cut:
-    """``layer`` with the Parameters of ``plain``, of which it has the parts."""
-    for name, p in plain.named_parameters():
-        become_part(p, layer.get_parameter(name).data)
-        owner, _, leaf = name.rpartition(".")
-        layer.get_submodule(owner).register_parameter(leaf, p)
-    return layer
-
-
-def _part(layer: ParallelModule, name: str, whole: Tensor) -> Tensor:
-    if whole.is_meta:
-        return torch.empty(layer.sharding_of(name).local_shape, dtype=whole.dtype, device="meta")
-    # a lazy device would record this rank's slice, and the ranks would have different programs
-    near = whole if layer.tp.eager else whole.cpu()
-    return layer.part_of(name, near).to(whole.device)

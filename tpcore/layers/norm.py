@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from ..comm import mappings as ops
 from ..layout.shard import ShardSpec
-from .module import ParallelModule, checked_plain, filled
+from .adopt import checked_plain, filled
+from .module import ParallelModule
 
 Layer = TypeVar("Layer", bound="LayerNorm")
 RMS = TypeVar("RMS", bound="RMSNorm")

@@ -103,6 +103,12 @@ class QuantizableLinear(ParallelModule):
 
     weight: Tensor
     weight_scale: Tensor | None
+    gather_output, input_is_parallel = True, False
+
+    @property
+    def sides(self) -> tuple[Any, Any]:
+        features: Any = self.features
+        return features if self.input_is_parallel else None, None if self.gather_output else features
 
     def quantize(self, dtype: torch.dtype) -> None:
         """Replace the weight, frozen, by ``weight`` in ``dtype`` and ``weight_scale``. Collective over the group."""

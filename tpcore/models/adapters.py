@@ -26,14 +26,25 @@ from torch import Tensor, nn
 from ..checkpoint.storage.files import listed
 from ..errors import CheckpointError
 from ..layers import ParallelEmbedding
-from ..layers.module import ParallelModule, keeping
-from ..layers.sharding import sharding
+from ..layers.adopt import HOOKED, become, is_hooked, see_whole, shard
+from ..layers.module import ParallelModule
 from ..runtime.consensus import gather_bytes, together
 from ..runtime.context import current
 from ..train.pipeline import PipelinedLayers
 from .figures import count_whole
-from .forwards import SUBSTITUTED
-from .lora import HEAD, LAYERS, ShardedLora, ShardedLoraEmbedding, add_weighted_adapter, name_linear, refuse, take_part
+from .forwards import SUBSTITUTED, Rotary, substitute
+from .lora import (
+    HEAD,
+    LAYERS,
+    ShardedLora,
+    ShardedLoraEmbedding,
+    add_weighted_adapter,
+    around,
+    check_attached,
+    name_linear,
+    refuse,
+    take_part,
+)
 from .whole import whole
 
 
@@ -194,12 +205,16 @@ def aside(adapted: Any) -> Iterator[Any]:
                 f"{name} ({type(layer).__name__}): the adapters of a sharded model are LoRA's, of linear "
                 "layers and embeddings"
             )
+        check_attached(name, layer, getattr(layer, _INNER[type(layer)]))
     configs = model.__dict__.get("peft_config", {})
-    for config in configs.values():
+    for config in {**configs, **getattr(adapted, "peft_config", {})}.values():  # prompts are of the PeftModel alone
         refuse(config, initialized=True)
     model.__dict__.pop("peft_config", None)
     for name, layer in layers.items():
-        model.set_submodule(name, getattr(layer, _INNER[type(layer)]))
+        inner = getattr(layer, _INNER[type(layer)])
+        if any(is_hooked(part) for part in around(layer, inner)):
+            vars(inner)[HOOKED] = True
+        model.set_submodule(name, inner)
     try:
         yield model
     finally:
@@ -233,22 +248,21 @@ def _sharded(layer: Any) -> nn.Module:
         _hooks_outside(layer, inner)
         return layer  # type: ignore[no-any-return]
     if isinstance(layer, ModulesToSaveWrapper):
-        for name, module in layer.modules_to_save.items():
-            layer.modules_to_save[name] = _part_of(module, inner)
+        for module in layer.modules_to_save.values():
+            _become_part(module, inner)
         return layer
-    kind = ShardedLora if isinstance(layer, lora.Linear) else ShardedLoraEmbedding
-    sharded: Any = kind.__new__(kind)
-    sharded.__dict__.update(layer.__dict__)
+    layer.__class__ = ShardedLora if isinstance(layer, lora.Linear) else ShardedLoraEmbedding
+    see_whole(layer)
     for name in layer.lora_A:
-        sharded.shard(name)
-    return sharded  # type: ignore[no-any-return]
+        layer.shard(name)
+    return layer  # type: ignore[no-any-return]
 
 
 def _hooks_outside(layer: nn.Module, inner: nn.Module) -> None:
     """What ``parallelize`` does to the output of a whole layer, such as summing the gradient of a rotary key, it does
     to its adapters' output too."""
     for number, hook in list(inner._forward_hooks.items()):
-        if type(hook).__module__.startswith("tpcore."):
+        if isinstance(hook, Rotary):
             layer._forward_hooks[number] = inner._forward_hooks.pop(number)
 
 
@@ -259,17 +273,16 @@ def _link_copies(model: nn.Module) -> None:
             continue
         own: Any = layer.original_module
         for part in layer.modules_to_save.values():
-            if SUBSTITUTED in own.__dict__:
-                part.__class__, part.__dict__[SUBSTITUTED] = type(own), own.__dict__[SUBSTITUTED]
+            if SUBSTITUTED in vars(own) and SUBSTITUTED not in vars(part):
+                substitute(part, vars(own)[SUBSTITUTED])
+            elif SUBSTITUTED in vars(own):  # a copy, of which a copy would be told
+                vars(part)[SUBSTITUTED] = vars(own)[SUBSTITUTED]
 
 
-def _part_of(module: nn.Module, like: ParallelModule) -> nn.Module:
-    """This rank's part of the whole ``module``, in a copy of the sharded layer ``like``."""
-    part = copy.deepcopy(like).train(module.training)
-    for name, p in module.named_parameters():
-        mark = sharding(like.get_parameter(name))
-        local = p.detach() if mark is None else mark.layout.shard(p.detach(), mark.ctx.rank, mark.ctx.mesh)
-        part.get_parameter(name).data = local.clone()
-    keeping(part, module)
-    part.register_load_state_dict_pre_hook(take_part)
-    return part
+def _become_part(module: nn.Module, like: ParallelModule) -> None:
+    """Let the whole ``module`` become a layer as ``like`` is, with this rank's part of its own parameters."""
+    training = module.training
+    see_whole(module)
+    become(module, copy.deepcopy(like))
+    shard([module.train(training)])
+    module.register_load_state_dict_pre_hook(take_part)

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from ..comm.comm import Comm
 from ..comm.signature import checked_calls
 from ..layers import ColumnParallelLinear
+from ..layers.adopt import shard
+from ..layers.module import ParallelModule
 from ..layers.sharding import sharding
 from ..log import inform
 from ..runtime.consensus import FirstCalls
@@ -36,8 +38,8 @@ from .heads import check_fit, gather_attentions, head_size, heads_argument, loca
 from .loading import read_parts, stored_weights
 from .loss import cut_loss
 from .plan import Rule, checked, rule_of, wildcard
-from .replace import replace
-from .sequence import cut_sequence
+from .replace import replace, restored_if_refused
+from .sequence import check_hooks, cut_sequence
 from .source import is_own
 from .transformers import checked_model, rules_of
 from .whole import save_whole
@@ -100,7 +102,7 @@ def parallelize(
         with aside(model) as base:
             parallelize(base, ctx=context, lazy_from=lazy_from, quantize=quantize, **options)
         return model
-    comm, sending = context.comm("tp"), Dispatch(dispatch, capacity_factor)
+    sending = Dispatch(dispatch, capacity_factor)
     checked_model(model)
     quantized.check(model, quantize, staged=num_microbatches is not None)
     if is_guarded(model):
@@ -110,26 +112,47 @@ def parallelize(
     with use(context), quantized.torchao_aside(model, quantize, staged=num_microbatches is not None):
         rules, cuts = _decided(model, dict(plan or {}), expert_parallel, context, stages, sending)
         weights = stored_weights(model, lazy_from, context)  # while the model has all names and shapes
-        if cuts:
-            _replace(model, cuts, context, stages, plan or {})
-            dispatch_by(model, sending)
-            if context.rank == 0:
-                inform(_summary(model, capacity_factor))
-        if num_microbatches is not None:
-            cuts = _into_stages(model, cuts, num_microbatches)
-        if comm.size * stages > 1 or cuts:
-            _connect(model, cuts, comm, rules, sequence_parallel)
-            experts = context.comm(*context.mesh.present(("ep",)))
-            generate_alike(model, context.comm("pp", "tp") if stages > 1 else comm, experts)
-        batch_alike(model, context)
-        if tokens is not None:
-            cut_context(model, *tokens)
+        with restored_if_refused(model):
+            layers, summary = _change(
+                model, rules, cuts, context, num_microbatches, sequence_parallel, sending, plan or {}
+            )
+            if tokens is not None:
+                cut_context(model, *tokens)
+        shard(filter(set(model.modules()).__contains__, layers))  # others are on another stage
+        if context.rank == 0 and layers:
+            inform(summary)
         if weights is not None:
             read_parts(model, weights, context, quantize)
         elif quantize is not None:
             for _, layer in quantized.layers_of(model):
                 quantized.quantize(model, layer, quantize)
     return model
+
+
+def _change(
+    model: nn.Module,
+    rules: Mapping[str, Rule],
+    cuts: list[Cut],
+    context: ParallelContext,
+    num_microbatches: int | None,
+    sequence_parallel: bool,
+    sending: Dispatch,
+    user: Mapping[str, Rule],
+) -> tuple[list[ParallelModule], str]:
+    """All but the values of Parameters: the layers that will have a part, and in a line what they are."""
+    comm, stages = context.comm("tp"), _number_of_stages(context, num_microbatches)
+    if sequence_parallel and comm.size > 1:
+        check_hooks(model, cuts)
+    layers = _replace(model, cuts, context, stages, user) if cuts else []
+    dispatch_by(model, sending)
+    summary = _summary(model, sending.capacity_factor)
+    cuts = _into_stages(model, cuts, num_microbatches)
+    if comm.size * stages > 1 or cuts:
+        _connect(model, cuts, comm, rules, sequence_parallel)
+        experts = context.comm(*context.mesh.present(("ep",)))
+        generate_alike(model, context.comm("pp", "tp") if stages > 1 else comm, experts)
+    batch_alike(model, context)
+    return layers, summary
 
 
 def _decided(
@@ -163,18 +186,19 @@ def _decided(
 
 def _replace(
     model: nn.Module, cuts: list[Cut], context: ParallelContext, stages: int, user: Mapping[str, Rule]
-) -> None:
+) -> list[ParallelModule]:
     """Put parallel layers in place, and give attention modules their local number of heads."""
     comm = context.comm("tp")
     heads = list(attentions(model, cuts))
     all_heads = {owner: width // (head_size(owner) or 1) for owner, width, _ in heads}
-    replace(model, cuts, _groups(model, context, stages))
+    layers = replace(model, cuts, _groups(model, context, stages))
     _watch(model, cuts, user, context)
     for owner, width, projections in heads:
         if any(cut.module is owner and cut.style == styles.HEADS_ARGUMENT for cut in cuts):
             owner.register_forward_pre_hook(partial(heads_argument, comm, all_heads[owner]), with_kwargs=True)
         localize(owner, comm.size, max(cut.copies(comm.size) for cut in projections), width)
     gather_attentions(model, all_heads, comm)
+    return layers
 
 
 def _watch(model: nn.Module, cuts: list[Cut], user: Mapping[str, Rule], context: ParallelContext) -> None:
@@ -193,7 +217,9 @@ def _connect(model: nn.Module, cuts: list[Cut], comm: Comm, rules: Mapping[str, 
     else:
         share_inputs(model, cuts)
     head = model.get_output_embeddings()  # type: ignore[operator]
-    if isinstance(head, ColumnParallelLinear) and any(cut.style == styles.COLUMN_GATHERED for cut in cuts):
+    gathered = isinstance(head, ColumnParallelLinear) and any(cut.style == styles.COLUMN_GATHERED for cut in cuts)
+    # what is attached that sees logits, or their gradients, sees whole ones
+    if gathered and not (head._backward_hooks or head._backward_pre_hooks or "forward" in vars(model)):
         cut_loss(model, head)
     guard(model)
     save = model.__dict__.get("save_pretrained")  # of a quantized model, a refusal
@@ -258,8 +284,10 @@ def _number_of_stages(ctx: ParallelContext, num_microbatches: int | None) -> int
     return stages
 
 
-def _into_stages(model: nn.Module, cuts: list[Cut], num_microbatches: int) -> list[Cut]:
+def _into_stages(model: nn.Module, cuts: list[Cut], num_microbatches: int | None) -> list[Cut]:
     """Keep only this stage's layers in the model; return the cuts of modules that it still has."""
+    if num_microbatches is None:
+        return cuts
     layers = pipelined_layers(model, num_microbatches)
     layers.shared = ("cache_position",)  # whose first dim is never the batch
     if takes(model, "use_cache"):

@@ -148,7 +148,7 @@ def cut_context(model: Any, comm: Comm, way: Callable[[int], Way]) -> None:
         object.__setattr__(module, _CONTEXT, context)
     for name, layer in model.named_modules():
         if isinstance(layer, ShardedExperts):
-            layer.sequences = DealtRows(context, layer.inner, model.get_submodule(name.rpartition(".")[0]))
+            layer.sequences = DealtRows(context, layer, model.get_submodule(name.rpartition(".")[0]))
     if shifted:
         model.loss_function = SequenceLoss(model.loss_function, context)
     model.register_forward_pre_hook(context.before, with_kwargs=True, prepend=True)

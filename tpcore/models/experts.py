@@ -20,8 +20,9 @@ from ..backend.grouped import grouped_matmul, one_by_one
 from ..backend.interface import Backend
 from ..comm import mappings as ops
 from ..comm.comm import Comm
+from ..layers.adopt import filled
 from ..layers.embedding import exporting
-from ..layers.module import ParallelModule, filled
+from ..layers.module import ParallelModule
 from ..layout.layout import AxisCut, Layout
 from ..layout.shard import Block, ShardSpec
 from . import plan
@@ -46,40 +47,43 @@ _DISTRIBUTED = "_is_expert_parallel"  # of experts that pass by the numbers of o
 
 
 class ShardedExperts(ParallelModule):
-    """The experts of one layer: ``inner``, with this rank's part of its parameters under their names. Each rank of tp
-    has some features of all experts, or all features of some experts. ``inner`` computes with them; the gradients of
-    its inputs, and its outputs, are summed over the ranks. Over ``ep``, whose ranks have other tokens, each rank has
-    some experts, or some of those that its tp rank has. Gathering the tokens moves ``(ep - 1) H`` numbers per token and
-    direction, all-to-all with a capacity factor f ``f K (ep - 1) / ep H``, and never more: gathering is no dearer up to
-    ``ep = f K``."""
+    """The experts of one layer, with this rank's part of their parameters: a class before that of the experts, whose
+    forward computes with these. Each rank of tp has some features of all experts, or all features of some experts. The
+    gradients of the inputs, and the outputs, are summed over the ranks. Over ``ep``, whose ranks have other tokens,
+    each rank has some experts, or some of those that its tp rank has. Gathering the tokens moves ``(ep - 1) H`` numbers
+    per token and direction, all-to-all with a capacity factor f ``f K (ep - 1) / ep H``, and never more: gathering is
+    no dearer up to ``ep = f K``."""
 
-    inner: nn.Module
     dispatch: Dispatch = Dispatch()
+    _standard = False
     route: Route | None = None
     """How the last forward's tokens came to other ranks' experts, and why."""
 
-    def __init__(self, inner: nn.Module, specs: Mapping[str, ShardSpec], comm: Comm, ep: Comm | None = None) -> None:
+    def __init__(self, specs: Mapping[str, ShardSpec], comm: Comm, ep: Comm | None) -> None:
         super().__init__(comm)
         self.ep = ep
-        self.__dict__["inner"] = inner  # no child: its parameters are this module's, by the same names
-        for name, child in inner.named_children():
-            self.add_module(name, child)
         self.shard_specs.update(specs)
-        filled(self, inner)
         cut = [spec for spec in specs.values() if spec.dim is not None]
         self.distributed = all(spec.dim == 0 for spec in cut)
         """Whether a rank of tp has some experts, and not features of all."""
-        self.of_a_rank = next(p for p in self._parameters.values() if p is not None).shape[0] if self._spread else None
+        self.of_a_rank = self.sharding_of(next(iter(specs))).local_shape[0] if self._spread else None
         """The number of experts that a rank has; None if it has features of all."""
         self.sequences: DealtRows | None = None
         """Of which this rank has some of the tokens, over cp."""
         self.watchers: list[Callable[[Tensor], None]] = []
         """Called in each forward with the number of choices that this rank drops, of its own or for its experts."""
-        self._standard = has_known_form(inner)
-        if self.of_a_rank is not None:
+
+    @classmethod
+    def from_plain(
+        cls, plain: nn.Module, specs: Mapping[str, ShardSpec], comm: Comm, ep: Comm | None = None
+    ) -> ShardedExperts:
+        """This rank's part of experts of transformers. ``specs``: of each of their parameters."""
+        layer = filled(cls(specs, comm, ep), plain)
+        layer._standard = has_known_form(plain)
+        if layer.of_a_rank is not None:
             # transformers' own forwards pass by numbers of experts that are not here, in this mode
-            inner.num_experts = self.of_a_rank  # type: ignore[assignment]
-            setattr(inner, _DISTRIBUTED, True)
+            vars(layer).update({"num_experts": layer.of_a_rank, _DISTRIBUTED: True})
+        return layer
 
     @property
     def _spread(self) -> bool:
@@ -90,8 +94,13 @@ class ShardedExperts(ParallelModule):
         over_ep = AxisCut(("ep",), ShardSpec(layout.shape, 0))
         return layout if self.ep is None else replace(layout, cuts=(*layout.cuts, over_ep))
 
+    @property
+    def own_forward(self) -> Callable[..., Any]:
+        """The experts' own."""
+        return super().forward
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        bound = inspect.signature(self.inner.forward).bind(*args, **kwargs).arguments
+        bound = inspect.signature(self.own_forward).bind(*args, **kwargs).arguments
         if self.sequences is not None and self.dispatch.capacity_factor is not None:
             bound |= self._with_seats(bound[_NUMBERS], bound[_WEIGHTS], self.sequences)
         inputs = dict(bound.pop("kwargs", {}))
@@ -100,25 +109,23 @@ class ShardedExperts(ParallelModule):
         inputs |= {name: self._entered(value, route) for name, value in bound.items()}
         if self.of_a_rank is not None:
             inputs[_NUMBERS], inputs[_WEIGHTS] = self._local(inputs[_NUMBERS], inputs[_WEIGHTS], self.of_a_rank)
-        self.inner.__dict__["_parameters"] = {name: self._used(name, p) for name, p in self._parameters.items()}
+        parameters = self._parameters
+        self.__dict__["_parameters"] = {name: self._used(name, p) for name, p in parameters.items()}
         try:
             out = self._computed(inputs, choices)
             if self.of_a_rank is not None:
                 # Where none of a rank's experts is chosen, the graph has no way back to inputs and parameters. The
                 # other ranks wait for its part of the inputs' gradients; those of parameters are zeros, not None.
                 floats = [t for t in inputs.values() if isinstance(t, Tensor) and t.is_floating_point()]
-                out = out + sum(t.flatten()[:0].sum() for t in (*floats, *self.parameters(recurse=False)))
+                used = [*floats, *(p for p in parameters.values() if p is not None)]
+                out = out + sum(t.flatten()[:0].sum() for t in used)
             return ops.reduce(out if route is None else route.leave(out), self.tp, dtype=torch.float32)
         finally:
-            self.inner.__dict__["_parameters"] = {}
-
-    def train(self, mode: bool = True) -> ShardedExperts:
-        self.inner.train(mode)
-        return super().train(mode)
+            self.__dict__["_parameters"] = parameters
 
     def extra_repr(self) -> str:
         shapes = (f"{name}={tuple(spec.shape)}" for name, spec in self.shard_specs.items())
-        return f"{type(self.inner).__name__}, {', '.join(shapes)}, tp={self.tp.size}"
+        return f"{type(self).__bases__[-1].__name__}, {', '.join(shapes)}, tp={self.tp.size}"
 
     def _entered(self, value: Any, route: GatherTokens | SendTokens | None) -> Any:
         if not isinstance(value, Tensor):
@@ -149,25 +156,25 @@ class ShardedExperts(ParallelModule):
             tokens *= 1 if self.sequences is None else self.sequences.comm.size
             seats = self.dispatch.seats(tokens, choices[1], self.number_of_experts)
             if seats < len(inputs[_NUMBERS]):
-                out, dropped = with_capacity(self.inner, **inputs, seats=seats)
+                out, dropped = with_capacity(self, **inputs, seats=seats)
                 self._tell(dropped)
                 return out
         backend = self._layout_ctx.backend
         if self._standard and type(backend).grouped_matmul is not Backend.grouped_matmul:
-            output = grouped(self.inner, backend.grouped_matmul, *inputs.values())
+            output = grouped(self, backend.grouped_matmul, *inputs.values())
             if output is not None:
                 return output
         if self._standard and exporting() and self.tp.eager and self.tp.reads_are_cheap and not torch.is_grad_enabled():
-            return grouped(self.inner, grouped_matmul, *inputs.values())
+            return grouped(self, grouped_matmul, *inputs.values())
         # a forward that is compiled cannot depend on the experts that are chosen
         if self._standard and (not self.tp.eager or torch.compiler.is_dynamo_compiling()):
-            return one_program(self.inner, *inputs.values())
-        if self._standard and self._spread and self.inner.config._experts_implementation == "eager":  # type: ignore[union-attr]
+            return one_program(self, *inputs.values())
+        if self._standard and self._spread and self.config._experts_implementation == "eager":  # type: ignore[union-attr]
             # not every eager forward passes by numbers of experts that are not here: Nemotron-H's does not
-            return grouped(self.inner, one_by_one, *inputs.values())
+            return grouped(self, one_by_one, *inputs.values())
         # by place: transformers' implementations have not GPT-OSS's names
-        bound = inspect.signature(self.inner.forward).bind(**inputs)
-        return self.inner(*bound.args, **bound.kwargs)
+        bound = inspect.signature(self.own_forward).bind(**inputs)
+        return self.own_forward(*bound.args, **bound.kwargs)
 
     @property
     def number_of_experts(self) -> int:

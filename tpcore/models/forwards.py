@@ -15,13 +15,14 @@ from torch.overrides import TorchFunctionMode
 from ..comm import mappings as ops
 from ..comm.comm import Comm
 from ..layers import ColumnParallelLinear, RowParallelLinear, share_input
+from ..layers.adopt import HOOKED
 from ..runtime.random import sharded
 from . import plan
 from .cuts import Cut
 from .plan import REPLICATE, Rule, rule_of
 from .source import argument_of_calls
 
-_REGION, SUBSTITUTED = "_tpcore_region", "_tpcore_summed"
+_REGION, SUBSTITUTED, _OWN = "_tpcore_region", "_tpcore_summed", "_tpcore_forward"
 Switch = Callable[[], bool]
 """Whether gradients are in parts in the current forward."""
 _DROPOUTS = frozenset(
@@ -79,7 +80,7 @@ def drop_by_rank(model: nn.Module, cuts: list[Cut], rules: Mapping[str, Rule]) -
     for cut in cuts:
         layer = model.get_submodule(cut.name)
         if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
-            layer.register_forward_hook(partial(_note, draws))
+            layer.register_forward_hook(partial(_note, draws), prepend=True)  # other hooks may drop too
     owners = columns_by_owner(model, cuts).keys()
     for name, module in list(model.named_modules()):
         inside = any(name.startswith(f"{owner}.") for owner in owners)
@@ -98,20 +99,20 @@ def _drops(model: nn.Module) -> bool:
 
 def draw_inside(module: nn.Module, draws: Draws, spread: Switch | None = None) -> None:
     """Enter ``draws`` in each forward of ``module``. ``spread``: whether its input is this rank's part."""
-    original = type(module)
+    original, own = _own_forward(module)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # children too, as people turn on dropout alone
         if not (self.training or any(child.training for child in self.children())):
-            return original.forward(self, *args, **kwargs)
+            return own(self, *args, **kwargs)
         draws, spread = self.__dict__[_REGION]
         if torch.compiler.is_compiling() and not draws.compiled:
-            return original.forward(self, *args, **kwargs)
+            return own(self, *args, **kwargs)
         before = draws.sharded
         draws.sharded = spread is not None and spread()
         try:
             with draws:
-                return original.forward(self, *args, **kwargs)
+                return own(self, *args, **kwargs)
         finally:
             draws.sharded = before
 
@@ -135,6 +136,8 @@ def share_inputs(model: nn.Module, cuts: list[Cut], copy: Callable[[Tensor], Ten
     for name, columns in columns_by_owner(model, cuts).items():
         owner = model.get_submodule(name)
         argument = argument_of_calls(owner, set(columns))
+        if any(HOOKED in vars(column) for column in columns.values()):
+            continue  # what a hook adds to the gradient of the input is no part of a sum
         if argument is not None and (copy is not None or len(columns) > 1):
             share_input(owner, *columns.values(), argument=argument, copy=copy)
             done.add(name)
@@ -157,18 +160,18 @@ def _of_heads(comm: Comm, copies: int, parameter: Tensor | None) -> Tensor | Non
 def sum_gradients(module: nn.Module, comm: Comm, switch: Switch | None = None) -> None:
     """Sum the gradients of ``module``'s own parameters, not its children's, over ``comm``, in forwards in which
     ``switch`` is on."""
-    _substitute(module, partial(_summed, comm, switch))
+    substitute(module, partial(_summed, comm, switch))
 
 
 def select_heads(module: nn.Module, comm: Comm, copies: int) -> None:
     """Let ``module`` use this rank's heads of its own parameters, and of its list of one module per head."""
-    _substitute(module, partial(_of_heads, comm, copies))
+    substitute(module, partial(_of_heads, comm, copies))
 
 
-def _substitute(module: nn.Module, function: partial[Tensor | None]) -> None:
+def substitute(module: nn.Module, function: partial[Tensor | None]) -> None:
     """Let ``module``'s forward use what ``function`` makes of the parameters. By a class with its data on the instance,
     so that ``deepcopy`` copies both together."""
-    original = type(module)
+    original, own = _own_forward(module)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # not functional_call: it calls the module, whose hooks would run a second time
@@ -177,13 +180,23 @@ def _substitute(module: nn.Module, function: partial[Tensor | None]) -> None:
             for module, table, values in _substitutes(self):
                 saved.append((module, table, module.__dict__[table]))
                 module.__dict__[table] = values
-            return original.forward(self, *args, **kwargs)
+            return own(self, *args, **kwargs)
         finally:
             for module, table, values in saved:
                 module.__dict__[table] = values
 
     module.__dict__[SUBSTITUTED] = function
     module.__class__ = with_forward(original, forward)
+
+
+def _own_forward(module: nn.Module) -> tuple[type[nn.Module], Callable[..., Any]]:
+    """The class of ``module``, and its forward as a function of a module: one that was set on ``module`` would hide
+    that of a class, and is moved out of the way."""
+    original = type(module)
+    if "forward" not in vars(module):
+        return original, original.forward
+    vars(module)[_OWN] = vars(module).pop("forward")
+    return original, lambda self, *args, **kwargs: vars(self)[_OWN](*args, **kwargs)
 
 
 def with_forward(original: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Module]:
@@ -212,11 +225,11 @@ def go_around(projection: nn.Module, attention: nn.Module, comm: Comm) -> None:
     other features, the latent ones, meet a sharded layer that sums theirs (DeepSeek-V2, arXiv:2405.04434)."""
     width: Any = getattr(attention, "qk_rope_head_dim", None)  # 0 in a layer without positions
     width = attention.config.qk_rope_head_dim if width is None else width  # type: ignore[union-attr]
-    projection.register_forward_hook(_Rotary(comm, int(width)))
+    projection.register_forward_hook(Rotary(comm, int(width)))
 
 
 @dataclass(frozen=True)
-class _Rotary:
+class Rotary:
     comm: Comm
     width: int
 

@@ -104,4 +104,4 @@ class ExpertLoad:
 
 
 def _signature(module: nn.Module) -> inspect.Signature:
-    return inspect.signature(module.inner.forward if isinstance(module, ShardedExperts) else module.forward)
+    return inspect.signature(module.own_forward if isinstance(module, ShardedExperts) else module.forward)

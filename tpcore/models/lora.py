@@ -15,7 +15,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
 from ..layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
-from ..layers.module import keeping
+from ..layers.adopt import adopt, is_hooked
 from ..layers.sharding import sharding
 from .forwards import sum_gradients
 from .loss import IS_HEAD
@@ -40,10 +40,9 @@ class ShardedLora(lora.Linear):  # type: ignore[misc, unused-ignore]
     def shard(self, name: str) -> None:
         """The whole adapter ``name`` becomes this rank's part; its Parameters stay the same objects."""
         base: Any = self.get_base_layer()
-        blocks, options = base.shard_specs["weight"].blocks, {"group": base.tp}
+        options: dict[str, Any] = {"group": base.tp, "blocks": base.shard_specs["weight"].blocks}
         self.fan_in_fan_out = bool(base.transposed)
         a, b = self.lora_A[name], self.lora_B[name]
-        part: ColumnParallelLinear | RowParallelLinear
         if isinstance(base, ColumnParallelLinear):
             if base.__dict__.get(IS_HEAD):
                 raise ValueError(HEAD.format(f"of {base.out_features} features"))
@@ -52,19 +51,19 @@ class ShardedLora(lora.Linear):  # type: ignore[misc, unused-ignore]
                 "pad": base.features.padded,
                 "sequence_dim": base.sequence_dim,
             }
-            self.lora_B[name] = part = keeping(ColumnParallelLinear.from_plain(b, blocks=blocks, **options), b)
+            adopt(b, partial(ColumnParallelLinear.from_plain, **options))
             if base.input_is_copied:
                 # one copy of the input, for all layers that read it, sums its gradient: what A adds to it has
                 # to be this rank's part too
-                part.input_is_copied = True
+                vars(b)["input_is_copied"] = True
             if base.input_is_copied or base.sequence_dim is not None:  # each rank has a part of A's gradient
                 sum_gradients(a, base.tp)
         else:
-            split, pad = base.input_is_parallel, base.features.padded
-            row = RowParallelLinear.from_plain(a, input_is_parallel=split, blocks=blocks, pad=pad, **options)
-            row.sequence_dim, row.region = base.sequence_dim, base.region
-            self.lora_A[name] = part = keeping(row, a)
+            options |= {"input_is_parallel": base.input_is_parallel, "pad": base.features.padded}
+            adopt(a, partial(RowParallelLinear.from_plain, **options))
+            vars(a).update(sequence_dim=base.sequence_dim, region=base.region)
             sum_gradients(b, base.tp, partial(_has_some_tokens, base))
+        part = b if isinstance(base, ColumnParallelLinear) else a
         part.register_load_state_dict_pre_hook(take_part)
 
     def merge(self, *args: Any, **kwargs: Any) -> None:
@@ -128,6 +127,30 @@ def refuse(config: Any, *, initialized: bool = False) -> None:
     if wrong:
         options = ", ".join(f"{name}={value!r}" for name, value in wrong.items())
         raise ValueError(f"LoraConfig({options}) is not there for a sharded model: leave it out")
+
+
+def around(layer: nn.Module, inner: nn.Module) -> list[nn.Module]:
+    """``layer`` and what it has beside ``inner``, the model's own."""
+    own = set(inner.modules())
+    return [part for part in layer.modules() if part not in own]
+
+
+def check_attached(name: str, layer: nn.Module, inner: nn.Module) -> None:
+    """ValueError for what is attached to adapters, and would take this rank's part for the whole."""
+    for part in around(layer, inner):
+        linear = isinstance(part, nn.Linear)
+        wrong = {
+            "a forward of its own, set on it": "forward" in vars(part),
+            "backward hooks": part._backward_hooks or part._backward_pre_hooks,
+            "hooks": is_hooked(part) and not (linear or part is layer),
+            "a weight that is computed of others": linear and part._parameters.get("weight") is None,
+            "gradients of whole parameters": any(p.grad is not None for p in part.parameters(recurse=False)),
+        }
+        for what in (what for what, there in wrong.items() if there):
+            raise ValueError(
+                f"{name}: the {type(part).__name__} of its adapters has {what}, and each rank would see a part: remove "
+                "that, or put hooks on the layer itself"
+            )
 
 
 _REFUSED = """

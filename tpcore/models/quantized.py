@@ -9,14 +9,14 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from ..layers import ColumnParallelLinear, RowParallelLinear
+from ..layers.linear import ParallelLinear
 from ..layers.quantized import QuantizedLinear, check_dtype, freeze, hold
 
 
 def layers_of(model: nn.Module) -> list[tuple[str, Any]]:
     """The linear layers inside of numbered layers, which does not include heads. ValueError if there are none."""
-    kinds = nn.Linear, ColumnParallelLinear, RowParallelLinear
-    linear = [(name, m) for name, m in model.named_modules() if type(m) in kinds]
+    every = model.named_modules()
+    linear = [(n, m) for n, m in every if type(m) is nn.Linear or (isinstance(m, ParallelLinear) and not m.transposed)]
     layers = [(name, m) for name, m in linear if any(map(str.isdigit, name.split(".")))]
     if not layers:
         raise ValueError(f"{type(model).__name__} has no nn.Linear in its layers, so there is nothing to quantize")
@@ -37,16 +37,21 @@ def check(model: nn.Module, dtype: torch.dtype | None, *, staged: bool) -> None:
     check_dtype(dtype)
     if staged:
         raise ValueError(f"quantize={dtype} with num_microbatches=: quantized layers are not spread over stages")
-    layers_of(model)
+    for name, layer in layers_of(model):
+        if "forward" in vars(layer) or layer._parameters.get("weight") is None:
+            raise ValueError(
+                f"quantize={dtype}: {name} has a forward set on it, or a weight that is computed of others: delete it, "
+                "or make it one parameter (prune.remove)"
+            )
 
 
 def quantize(model: nn.Module, layer: Any, dtype: torch.dtype) -> None:
     """Quantize one ``layer`` of the model in place. Collective over the layer's group."""
-    if isinstance(layer, nn.Linear):
+    if isinstance(layer, ParallelLinear):
+        layer.quantize(dtype)
+    else:
         layer.__class__ = QuantizedLinear
         freeze(layer, dtype)
-    else:
-        layer.quantize(dtype)
     model.__dict__["save_pretrained"] = _refuse_to_save
 
 
@@ -82,11 +87,11 @@ def torchao_aside(model: nn.Module, quantize: torch.dtype | None, *, staged: boo
     for name, w in before.items():
         sharded: Any = model.get_submodule(name)
         values = w.qdata, w.scale.flatten().float()
-        if isinstance(sharded, nn.Linear):
+        if isinstance(sharded, ParallelLinear):
+            sharded.take(*values)
+        else:
             sharded.__class__ = QuantizedLinear
             hold(sharded, *values)
-        else:
-            sharded.take(*values)
         model.__dict__["save_pretrained"] = _refuse_to_save
 
 

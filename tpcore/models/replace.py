@@ -1,10 +1,12 @@
-"""Replaces modules by parallel layers. Parameters stay the same objects and get this rank's part."""
+"""Modules become parallel layers, in place: the same modules and Parameters, which get this rank's part last of all."""
 
 from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,27 +14,56 @@ from torch import Tensor, nn
 
 from ..comm.comm import Comm
 from ..layers import ColumnParallelConv1D, ColumnParallelLinear, ParallelEmbedding, RowParallelConv1D, RowParallelLinear
-from ..layers.module import ParallelModule, become_part
+from ..layers.adopt import become, is_hooked, prepared, twin
+from ..layers.module import ParallelModule
 from ..runtime.context import current
 from . import plan
 from .cuts import Cut
 from .experts import ShardedExperts
 from .forwards import go_around, select_heads, share_identity, sum_gradients
 
-Places = dict[int, list[tuple[nn.Module, str]]]
+
+@contextmanager
+def restored_if_refused(model: nn.Module) -> Iterator[None]:
+    """Inside, modules are changed, and Parameters only marked; if it fails, ``model`` is as it was, its hooks' handles
+    and all objects in it the same."""
+    before = []
+    for module in model.modules():
+        tables = {id(value): copy.copy(value) for value in vars(module).values() if isinstance(value, dict | set)}
+        before.append((module, type(module), dict(vars(module)), tables))
+    marks = [(vars(t), dict(vars(t))) for t in (*model.parameters(), *model.buffers())]
+    try:
+        yield
+    except BaseException:
+        for module, kind, attributes, tables in before:
+            module.__class__ = kind
+            for table in (value for value in attributes.values() if id(value) in tables):
+                table.clear()
+                table.update(tables[id(table)])
+            vars(module).clear()
+            vars(module).update(attributes)
+        for now, then in marks:
+            now.clear()
+            now.update(then)
+        raise
 
 
-def replace(model: nn.Module, cuts: Iterable[Cut], over: Callable[[Cut], Comm]) -> None:
-    """Put a parallel layer in the place of each cut module, under each of its names. ``over``: the ranks that
-    have its parts."""
+def replace(model: nn.Module, cuts: Iterable[Cut], over: Callable[[Cut], Comm]) -> list[ParallelModule]:
+    """Let each cut module become a parallel layer; returns these, whose Parameters are still whole. ``over``: the ranks
+    that have its parts."""
     cuts = list(cuts)
-    children, owners = _places(model, "_modules"), _places(model, "_parameters")
-    for group in _by_ties(cuts, owners):
-        layers = [(cut, _parallel_layer(cut, over(cut))) for cut in group]
-        _adopt(layers, owners)
-        for cut, layer in layers:
-            for parent, leaf in children[id(cut.module)] if layer is not None else ():
-                setattr(parent, leaf, layer)
+    layers = {}
+    for cut in cuts:
+        try:
+            layer = _parallel_layer(cut, over(cut))
+        except ValueError as error:
+            raise ValueError(f"{cut.name}: {error}") from None
+        if layer is not None:
+            layers[cut.module] = cut, layer
+    _check_ties(model, layers)
+    _check_attached(model, cuts)
+    for module, (_, layer) in layers.items():
+        become(module, layer)
     for cut in cuts:
         if cut.style == plan.SUMMED:
             sum_gradients(cut.module, over(cut))
@@ -42,55 +73,45 @@ def replace(model: nn.Module, cuts: Iterable[Cut], over: Callable[[Cut], Comm]) 
             go_around(cut.module, model.get_submodule(cut.owner), over(cut))
         elif cut.style == plan.IDENTITY_EXPERT:
             share_identity(cut.module, over(cut))
-
-
-def _places(model: nn.Module, table: str) -> Places:
-    """The places (module, name) of each child or Parameter by id; one that is shared has several."""
-    places: Places = defaultdict(list)
-    for module in model.modules():
-        for name, item in vars(module)[table].items():
-            if item is not None:
-                places[id(item)].append((module, name))
-    return places
-
-
-def _by_ties(cuts: list[Cut], owners: Places) -> Iterator[list[Cut]]:
-    """The cuts one by one, but all those with a shared Parameter together: each has to read all of it before it is cut.
-    All new parts of that group exist at once, beside what is whole."""
-    tied = [cut for cut in cuts if any(len(owners[id(p)]) > 1 for p in cut.module.parameters(recurse=False))]
-    yield tied
-    yield from ([cut] for cut in cuts if cut not in tied)
+    return [module for module in layers if isinstance(module, ParallelModule)]
 
 
 def _plain(old: nn.Module) -> nn.Module:
     """``old``, or the ``nn.Linear`` whose forward is equivalent to its own."""
     if type(old).__name__ != "FalconLinear" or not isinstance(old, nn.Linear):
         return old
-    plain = nn.Linear(old.in_features, old.out_features, old.bias is not None, device="meta")
-    plain.weight, plain.bias = old.weight, old.bias
-    return plain.train(old.training)
+    plain = twin(old)
+    plain.__class__ = nn.Linear
+    return plain
 
 
 def _parallel_layer(cut: Cut, comm: Comm) -> ParallelModule | None:
-    """The parallel layer, still with new parameters of its own; None if the style replaces nothing."""
+    """The layer that the module is to become; None if the style replaces nothing."""
     old, style, options = _plain(cut.module), cut.style, dict[str, Any](group=comm)
     conv = hasattr(old, "nf") and not isinstance(old, nn.Linear)
-    column: type[ColumnParallelLinear] = ColumnParallelConv1D if conv else ColumnParallelLinear
-    row: type[RowParallelLinear] = RowParallelConv1D if conv else RowParallelLinear
-    make: dict[str, Callable[[], ParallelModule]] = {
-        plan.COLUMN: lambda: column.from_plain(old, gather_output=False, blocks=cut.blocks, **options),
-        plan.COLUMN_GATHERED: lambda: column.from_plain(old, gather_output=True, pad=True, **options),
-        plan.ROW: lambda: row.from_plain(old, input_is_parallel=True, **options),
-        plan.ROW_SPLIT: lambda: row.from_plain(old, input_is_parallel=False, pad=True, **options),
-        plan.PACKED_ROW: lambda: row.from_plain(old, input_is_parallel=True, blocks=cut.blocks, **options),
-        plan.EMBEDDING_ROW: lambda: _embedding(old, pad=True, **options),
-        plan.EMBEDDING_COLUMN: lambda: _embedding(old, shard_across_embedding=True, pad=True, **options),
-        plan.EMBEDDING_HEADS: lambda: _embedding(old, collect=False, shard_across_embedding=True, **options),
+    column = (ColumnParallelConv1D if conv else ColumnParallelLinear).from_plain
+    row = (RowParallelConv1D if conv else RowParallelLinear).from_plain
+    make: dict[str, Callable[[nn.Module], ParallelModule]] = {
+        plan.COLUMN: partial(column, gather_output=False, blocks=cut.blocks, **options),
+        plan.COLUMN_GATHERED: partial(column, gather_output=True, pad=True, **options),
+        plan.ROW: partial(row, input_is_parallel=True, **options),
+        plan.ROW_SPLIT: partial(row, input_is_parallel=False, pad=True, **options),
+        plan.PACKED_ROW: partial(row, input_is_parallel=True, blocks=cut.blocks, **options),
+        plan.EMBEDDING_ROW: partial(_embedding, pad=True, **options),
+        plan.EMBEDDING_COLUMN: partial(_embedding, shard_across_embedding=True, pad=True, **options),
+        plan.EMBEDDING_HEADS: partial(_HeadsTable.from_plain, shard_across_embedding=True, **options),
     }
     make[plan.PACKED_COLUMN] = make[plan.QKV_COLUMN] = make[plan.COLUMN]
-    make[plan.PARTIAL] = lambda: ShardedExperts(old, cut.specs or {}, comm)
-    make[plan.EXPERTS] = lambda: ShardedExperts(old, cut.specs or {}, comm, current().over_axis("ep"))
-    return make[style]() if style in make else None
+    make[plan.PARTIAL] = partial(ShardedExperts.from_plain, specs=cut.specs or {}, comm=comm)
+    ep = current().over_axis("ep")
+    make[plan.EXPERTS] = partial(ShardedExperts.from_plain, specs=cut.specs or {}, comm=comm, ep=ep)
+    return prepared(old, make[style]) if style in make else None
+
+
+class _HeadsTable(ParallelEmbedding):
+    """A table with features for each head: its output is those of this rank's heads."""
+
+    collect_output = False
 
 
 def _asks_torch(old: nn.Embedding) -> bool:
@@ -113,61 +134,72 @@ class _Table(ParallelEmbedding, nn.Embedding):
     """A parallel embedding that is also an ``nn.Embedding``, for subclasses that call ``super().forward``."""
 
 
-def _embedding(old: nn.Module, collect: bool = True, **options: Any) -> ParallelModule:
+def _embedding(old: nn.Module, **options: Any) -> ParallelModule:
     """The parallel embedding for an ``nn.Embedding`` or for a subclass whose forward extends it."""
     kind = type(old)
     if not isinstance(old, nn.Embedding) or kind.forward is nn.Embedding.forward:
-        layer = ParallelEmbedding.from_plain(old, **options)
-        layer.collect_output = collect
-        return layer
+        return ParallelEmbedding.from_plain(old, **options)
     if not _asks_torch(old):
         raise ValueError(
             f"{kind.__name__} has a forward of its own that does not ask nn.Embedding's: it cannot be cut; "
             "give its name the style 'replicate'"
         )
-    names = ("num_embeddings", "embedding_dim", "padding_idx", "max_norm", "norm_type")
-    plain = nn.Embedding(**{name: getattr(old, name) for name in names}, device="meta")
-    plain.weight = old.weight
-    layer = ParallelEmbedding.from_plain(plain, **options).train(old.training)
-    layer.collect_output = collect
-    for name, value in vars(old).items():
-        if name not in vars(layer):
-            setattr(layer, name, value)
-    for name, buffer in old.named_buffers(recurse=False):
-        layer.register_buffer(name, buffer, name not in old._non_persistent_buffers_set)
-    for name, child in old.named_children():
-        layer.add_module(name, child)
+    plain = twin(old)
+    plain.__class__ = nn.Embedding
+    layer = ParallelEmbedding.from_plain(plain, **options)
     layer.__class__ = type(kind.__name__, (kind, _Table), {"__module__": kind.__module__})
     return layer
 
 
-def _adopt(replaced: list[tuple[Cut, ParallelModule | None]], owners: Places) -> None:
-    """Give the old Parameters the new parts, and the new layers the old Parameters: an optimizer that was made before
-    keeps its own, and tied ones stay tied. ValueError if one is cut differently at its places, or not at all."""
-    layers = {id(cut.module): (cut, layer) for cut, layer in replaced if layer is not None}
-    parts: dict[int, tuple[nn.Parameter, Tensor]] = {}
-    for cut, layer in layers.values():
-        for name in layer.shard_specs:
-            p, part = cut.module.get_parameter(name), layer.get_parameter(name).data
-            for module, other in owners[id(p)]:
-                tied, tied_layer = layers.get(id(module), (None, None))
-                if (
-                    tied is not None
-                    and tied_layer is not None
-                    and tied_layer.shard_specs[other] != layer.shard_specs[name]
-                ):
+def _check_ties(model: nn.Module, layers: Mapping[nn.Module, tuple[Cut, ParallelModule]]) -> None:
+    """ValueError if a tied Parameter is cut differently at its places, or not at all."""
+    owners = defaultdict[nn.Parameter, list[tuple[nn.Module, str]]](list)
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is not None:
+                owners[p].append((module, name))
+    for module, (cut, layer) in layers.items():
+        for name, spec in layer.shard_specs.items():
+            p = module.get_parameter(name)
+            for other, leaf in owners[p]:
+                tied, like = layers.get(other, (None, None))
+                if tied is not None and like is not None and like.shard_specs[leaf] != spec:
                     raise ValueError(
-                        f"{cut.name}.{name} and {tied.name}.{other} are one tied parameter, "
+                        f"{cut.name}.{name} and {tied.name}.{leaf} are one tied parameter, "
                         f"cut as {cut.style} and as {tied.style}: give both names one style"
                     )
-                if tied is None and part.shape != p.shape and next(module.children(), None) is None:
+                part = layer.get_parameter(name)
+                if tied is None and part.shape != p.shape and next(other.children(), None) is None:
                     raise ValueError(
-                        f"{cut.name}.{name} is tied to {other!r} of a {type(module).__name__}, which the plan leaves "
+                        f"{cut.name}.{name} is tied to {leaf!r} of a {type(other).__name__}, which the plan leaves "
                         "whole: cut both, or neither with the style 'replicate'"
                     )
-            parts[id(p)] = p, part
-    for p, part in parts.values():
-        become_part(p, part)
-    for cut, layer in layers.values():
-        for name in layer.shard_specs:
-            layer.register_parameter(name, cut.module.get_parameter(name))
+
+
+_IN_PARTS = {plan.COLUMN, plan.PACKED_COLUMN, plan.QKV_COLUMN, plan.ROW, plan.PACKED_ROW, plan.EMBEDDING_HEADS}
+"""Styles of layers that take or return a part of the features, which the module that calls them handles."""
+_PARTLY = {plan.SUMMED, plan.PARAMETER_HEADS, plan.IDENTITY_EXPERT}
+"""Styles of modules that stay what they are, and see a rank's part of the heads, or of a sum."""
+
+
+def _check_attached(model: nn.Module, cuts: list[Cut]) -> None:
+    """ValueError for what is attached to a module that is not replaced, and would take a part for the whole."""
+    partly = {cut.name: cut.module for cut in cuts if cut.style in _PARTLY}
+    for cut in cuts:
+        name = cut.owner if cut.style in _IN_PARTS else cut.name if cut.style in (plan.EXPERTS, plan.PARTIAL) else None
+        owner = nn.Module() if name is None else model.get_submodule(name)
+        if cut.style in _IN_PARTS and "forward" in vars(owner):
+            raise ValueError(
+                f"{name} ({type(owner).__name__}) has a forward of its own, set on it, which would see a rank's part "
+                f"of the features: delete it, or leave that whole, plan={{{plan.wildcard(str(name))!r}: 'replicate'}}"
+            )
+        for child, module in owner.named_children():  # activations and dropouts
+            if next(module.parameters(), None) is None:
+                partly[f"{name}.{child}".lstrip(".")] = module
+    for name, module in partly.items():
+        for inner, part in module.named_modules(prefix=name):
+            if is_hooked(part) or "forward" in vars(part):
+                raise ValueError(
+                    f"{inner} ({type(part).__name__}) has hooks, or a forward set on it, that would see a rank's part "
+                    f"of the features: register them on {name.rpartition('.')[0]}, or after parallelize"
+                )

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..comm.comm import Comm
 from ..layers import RowParallelLinear
+from ..layers.adopt import is_hooked
 from ..layers.module import ParallelModule
 from ..layers.tokens import TokenRegion
 from ..train.pipeline import PipelinedLayers
@@ -174,3 +175,20 @@ def _sum_norms(model: nn.Module, stack_name: str, owners: set[str], region: Toke
                 "may mix tokens of which each rank would have some: cut it, or leave sequence_parallel out"
             )
         sum_gradients(module, region.comm, region.is_active)
+
+
+def check_hooks(model: nn.Module, cuts: list[Cut]) -> None:
+    """Before any change: ValueError for hooks that would see this rank's tokens. All tokens are inside of the modules
+    that call column layers, but for the outputs of row layers."""
+    owners = tuple(f"{cut.owner}." for cut in cuts if cut.style in _WHOLE_TOKENS)
+    rows = {cut.name for cut in cuts if cut.style in (plan.ROW, plan.PACKED_ROW)}
+    for stack, blocks in _stacks(model, cuts):
+        for name, module in blocks.named_modules(prefix=stack):
+            if is_hooked(module) and (name in rows or not name.startswith(owners)):
+                raise ValueError(
+                    f"sequence_parallel=True: {name} ({type(module).__name__}) has hooks, which would see this rank's "
+                    "tokens: register them after parallelize, for those, or leave sequence_parallel out"
+                )
+
+
+_WHOLE_TOKENS = (plan.COLUMN, plan.PACKED_COLUMN, plan.QKV_COLUMN, plan.COLUMN_GATHERED, plan.EXPERTS)

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from ...layers.adopt import become
 from ...runtime import random
 from .alike import find_layers
 from .layers import PipelinedLayers
@@ -279,6 +280,9 @@ def pipelined_layers(model: nn.Module, num_microbatches: int) -> PipelinedLayers
         raise ValueError(f"{type(model).__name__} has {len(pipelined)} PipelinedLayers; one engine runs one")
     if not pipelined:
         owner, name = find_layers(model)
-        pipelined = [PipelinedLayers(owner.get_submodule(name).children(), num_microbatches)]
-        setattr(owner, name, pipelined[0])
+        blocks: Any = owner.get_submodule(name)
+        layers = PipelinedLayers(blocks.children(), num_microbatches)
+        become(blocks, layers)
+        vars(blocks)["_modules"] = vars(layers)["_modules"]
+        pipelined = [blocks]
     return pipelined[0]

@@ -108,7 +108,7 @@ QUICK = [
     (ROW, mixed),
     (HEAD, normed),
     (TABLE, scaled),
-    (HEAD, halved),
+    (HEAD, stopped),
 ]
 QUICK += [(BLOCK, forward), (ROW, in_place)]
 

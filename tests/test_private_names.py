@@ -64,7 +64,8 @@ NAMES: dict[str, dict[str, str]] = {
         "torch.distributed:ProcessGroup._allgather_base": "",
         "torch.distributed:ProcessGroup._reduce_scatter_base": "",
         "torch.distributed.distributed_c10d:_get_default_store": "()",
-        "torch.nn:Module": "_forward_hooks _forward_pre_hooks _modules _parameters _non_persistent_buffers_set",
+        "torch.nn:Module": "_backward_hooks _backward_pre_hooks _forward_hooks _forward_pre_hooks _modules _parameters "
+        "_non_persistent_buffers_set",
         "torch.nn.utils.clip_grad:_clip_grads_with_norm_": "(parameters, max_norm, total_norm",
         "torch.nn.utils.clip_grad:_get_total_norm": "(tensors, norm_type",
         "torch.utils:_pytree": "",

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm import mappings as ops
-from .features import UNPADDED, Features
+from .features import Features
 from .module import Device, ParallelModule
 
 Layer = TypeVar("Layer", bound=ParallelModule)
@@ -159,15 +159,15 @@ class _OnWhole:
 
 
 def _gathered(layer: ParallelModule, features: Features | None, x: Any) -> Any:
-    return x if features is None or not isinstance(x, Tensor) else features.restored(ops.gather(x, layer.tp))
+    return x if features is None or not isinstance(x, Tensor) else features.gathered(x, layer.tp)
 
 
 def _kept(layer: ParallelModule, features: Features | None, x: Any) -> Any:
     if features is None or not isinstance(x, Tensor):
         return x
     part = layer.as_part(features.mask(features.scatter(x, layer.tp), layer.tp), -1, "features")
-    if features.padded:
-        setattr(part, UNPADDED, features.size)
+    if features.padded or features.order is not None:
+        setattr(part, ops.FEATURES, features)
     return part
 
 

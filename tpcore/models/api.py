@@ -22,10 +22,9 @@ from ..layers.sharding import sharding
 from ..log import inform
 from ..runtime.consensus import FirstCalls
 from ..runtime.context import ParallelContext, current, use
-from ..train.pipeline import PipelinedLayers, find_layers, pipelined_layers
+from ..train.pipeline import find_layers
 from . import plan as styles
 from . import quantized
-from .arguments import takes
 from .context import context_of, cut_context
 from .cuts import Cut, attentions, check_inside, decide
 from .dispatch import GATHERED, Dispatch
@@ -41,6 +40,7 @@ from .plan import Rule, checked, rule_of, wildcard
 from .replace import replace, restored_if_refused
 from .sequence import check_hooks, cut_sequence
 from .source import is_own
+from .stages import into_stages, number_of_stages
 from .transformers import checked_model, rules_of
 from .whole import save_whole
 
@@ -108,7 +108,7 @@ def parallelize(
     if is_guarded(model):
         raise ValueError(f"this {type(model).__name__} is sharded already: parallelize it once, from the whole")
     tokens = context_of(model, context, context_parallel)
-    stages = _number_of_stages(context, num_microbatches)
+    stages = number_of_stages(context, num_microbatches)
     with use(context), quantized.torchao_aside(model, quantize, staged=num_microbatches is not None):
         rules, cuts = _decided(model, dict(plan or {}), expert_parallel, context, stages, sending)
         weights = stored_weights(model, lazy_from, context)  # while the model has all names and shapes
@@ -140,13 +140,13 @@ def _change(
     user: Mapping[str, Rule],
 ) -> tuple[list[ParallelModule], str]:
     """All but the values of Parameters: the layers that will have a part, and in a line what they are."""
-    comm, stages = context.comm("tp"), _number_of_stages(context, num_microbatches)
+    comm, stages = context.comm("tp"), number_of_stages(context, num_microbatches)
     if sequence_parallel and comm.size > 1:
         check_hooks(model, cuts)
     layers = _replace(model, cuts, context, stages, user) if cuts else []
     dispatch_by(model, sending)
     summary = _summary(model, sending.capacity_factor)
-    cuts = _into_stages(model, cuts, num_microbatches)
+    cuts = into_stages(model, cuts, num_microbatches)
     if comm.size * stages > 1 or cuts:
         _connect(model, cuts, comm, rules, sequence_parallel)
         experts = context.comm(*context.mesh.present(("ep",)))
@@ -271,50 +271,3 @@ def _groups(model: nn.Module, ctx: ParallelContext, stages: int) -> Callable[[Cu
     in_layers = set(owner.get_submodule(name).modules())
     both, ends = ctx.comm("pp", "tp"), (styles.EMBEDDING_ROW, styles.COLUMN_GATHERED)
     return lambda cut: both if cut.style in ends and cut.module not in in_layers else tp
-
-
-def _number_of_stages(ctx: ParallelContext, num_microbatches: int | None) -> int:
-    """The number of stages. ValueError if it is above 1 and ``num_microbatches`` is None."""
-    stages = ctx.mesh.axes.get("pp", 1)
-    if stages > 1 and num_microbatches is None:
-        raise ValueError(
-            f"parallelize on pp={stages} stages needs num_microbatches=: into how many parts a batch is cut. "
-            f"With 4 times the stages, {4 * stages}, they are idle for a fifth of the time"
-        )
-    return stages
-
-
-def _into_stages(model: nn.Module, cuts: list[Cut], num_microbatches: int | None) -> list[Cut]:
-    """Keep only this stage's layers in the model; return the cuts of modules that it still has."""
-    if num_microbatches is None:
-        return cuts
-    layers = pipelined_layers(model, num_microbatches)
-    layers.shared = ("cache_position",)  # whose first dim is never the batch
-    if takes(model, "use_cache"):
-        model.register_forward_pre_hook(_no_cache, with_kwargs=True)
-    model.register_forward_pre_hook(partial(_same_batch, layers), with_kwargs=True)
-    for module in {model, cast(nn.Module, model.base_model)}:
-        module.register_forward_pre_hook(_collects_nothing, with_kwargs=True)
-    names = {name for name, _ in model.named_modules()}
-    return [cut for cut in cuts if cut.name in names]
-
-
-def _no_cache(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A hook: a cache of keys and values would mix up microbatches."""
-    return args, {"use_cache": False, **kwargs}
-
-
-def _same_batch(layers: PipelinedLayers, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A hook that compares the stages' batches: ranks that share a vocabulary would mix them up in silence."""
-    arguments = {f"argument {i}": value for i, value in enumerate(args)} | kwargs
-    layers.compare({name: t for name, t in arguments.items() if isinstance(t, Tensor)}, "batch")
-
-
-def _collects_nothing(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A hook that refuses what transformers collects in the layers: a rank has its stage's, of each microbatch."""
-    for name in ("output_router_logits", "output_hidden_states", "output_attentions"):
-        if kwargs.get(name, getattr(model.config, name, False)):
-            raise ValueError(
-                f"{name}=True with num_microbatches: it is collected in the layers, of which a rank has its stage's "
-                "and computes a part of the batch at a time; leave it out, in the configuration too"
-            )

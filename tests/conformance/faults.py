@@ -99,7 +99,7 @@ def instead(of: str, method: Made) -> Made:
 class Kit(Contract):
     worlds = (2, 4)
     starts = False  # threads of one process
-    every = 100
+    every, seed = 100, 1
     large = edges.LARGE[:-1]
     tested: type[Plain] = Plain
 

@@ -95,6 +95,9 @@ wrong(
     SumsBoolsAsNumbersOfAnotherDtype=lambda t, right, x, op, donate: (
         x.dtype is torch.bool and right(x.byte(), op, donate)
     ),
+    KeepsViewsOfInferenceMode=lambda t, out, x, *_: (
+        first(t, f"view {x.shape} {x.dtype}", torch.empty_like(out)).copy_(out).clone()
+    ),
     SumsWholeNumbersAsFloats=lambda t, right, x, *how: x.dtype is torch.int64 and right(x.double(), *how).long(),
 )
 wrong(
@@ -172,6 +175,7 @@ wrong(
     "test_precision float32",
     of="all_reduce",
     SumsInHalfPrecision=lambda t, right, x, *how: x.numel() == 1024 and right(x.bfloat16(), *how).to(x.dtype),
+    EachRankStartsALargeSumWithItself=lambda t, x, op, _: op == "sum" and x.numel() > LARGE and summed(from_me(t, x)),
     SumsInAnotherOrderEachTime=lambda t, x, op, _: (
         op == "sum" and x.numel() == 1024 and summed(t.exchange(op, x)[:: (-1) ** turn(t)])
     ),
@@ -189,18 +193,20 @@ wrong(
 
 
 wrong(
-    "test_same_bits",
-    of="all_reduce",
-    EachRankStartsALargeSumWithItself=lambda t, x, op, _: op == "sum" and x.numel() > LARGE and summed(from_me(t, x)),
+    "test_any_call all_reduce",
     EachRankStartsASumAbove256KiBWithItself=lambda t, x, op, _: (
         op == "sum" and x.numel() > 1 << 16 and summed(from_me(t, x))
     ),
     MaximumOfTwoZerosIsItsOwn=lambda t, out, x, op, _: (
         op == "max" and torch.where((out == 0) & (x == 0), x.detach(), out)
     ),
+    ReducesInPlaceWhatIsLarge=lambda t, out, x, *_: x.numel() > LARGE and x.detach().copy_(out),
+    WritesToTheEndOfTheStorage=lambda t, out, x, op, donate: (
+        donate and x.storage_offset() > 0 and zeroed(storage(x), out)
+    ),
+    KeepsAPlanByShapeWithoutDtype=lambda t, out, x, *_: out.to(first(t, f"plan {x.shape}", out).dtype),
 )
 # -- shapes, sizes, strides --------------------------------------------------------------------------------
-wrong("test_strides all_gather", ReadsMemoryAndNotStrides=lambda t, right, x, dim: right(packed(x), dim))
 wrong("test_empty all_reduce", CannotSumNothing=lambda t, out, x, *_: not x.numel() and out.new_zeros(1))
 wrong("test_empty all_gather", NothingIsFloat=lambda t, out, x, dim: not x.numel() and out.float())
 wrong(
@@ -211,20 +217,37 @@ wrong(
 )
 wrong("test_no_dims broadcast", BroadcastsOfNoDimsHaveOne=lambda t, right, x, src: right(torch.atleast_1d(x), src))
 wrong(
-    "test_odd_memory broadcast",
+    "test_any_call broadcast",
     ReadsFromTheBeginningOfMemory=lambda t, right, x, src: (
         x.is_contiguous() and right(x.detach().as_strided(x.shape, x.stride(), 0), src)
     ),
+    SendersOutputIsItsInputAbove64KiB=lambda t, out, x, src: t.index == src and x.nbytes > 1 << 16 and x.detach(),
 )
 wrong(
-    "test_odd_memory all_gather",
+    "test_any_call all_gather",
+    Full,
+    ReadsMemoryAndNotStrides=lambda t, right, x, dim: right(packed(x), dim),
+    ReadsLargeMemoryAndNotStrides=lambda t, right, x, dim: x.numel() > LARGE and right(packed(x), dim),
+    GathersLargeMatricesAlongTheFirstDim=lambda t, right, x, dim: (
+        x.numel() > LARGE and right(x, 0).view(right(x, dim).shape)
+    ),
+    CountsEightBytesAsFour=lambda t, out, x, dim: (
+        x.itemsize == 8 and x.nbytes > 1 << 16 and without(out, x.numel() // 2, x.numel())
+    ),
+    ReturnsOneOfTwoBuffersAbove1MB=lambda t, out, x, dim: (
+        out.nbytes > 1_000_000
+        and not out.is_inference()
+        and first(t, f"{turn(t) % 2} {out.shape} {out.dtype}", out).copy_(out)
+    ),
+    KeepsStridesByAddress=lambda t, right, x, dim: right(
+        x.detach().as_strided(x.shape, first(t, f"{x.data_ptr()} {x.dtype} {sorted(x.shape)}", x.stride())), dim
+    ),
     TakesOneElementForAll=lambda t, right, x, dim: (
         0 in x.stride() and x.numel() > 4 and right(torch.cat([x[:1], torch.zeros_like(x[1:])]), dim)
     ),
 )
 wrong(
     "test_large all_reduce",
-    ReducesInPlaceWhatIsLarge=lambda t, out, x, *_: x.numel() > LARGE and x.detach().copy_(out),
     CompressesLargeSums=lambda t, right, x, op, donate: (
         op == "sum" and x.dtype is torch.float32 and x.numel() > LARGE and right(x.bfloat16(), op, donate).float()
     ),
@@ -236,23 +259,17 @@ wrong(
     ),
 )
 wrong(
-    "test_large all_to_all",
+    "test_any_call all_to_all",
     TradesLargeColumnsInReverse=lambda t, out, x, split, concat: (
         x.numel() > LARGE and split > 0 and torch.cat(out.chunk(t.size, concat)[::-1], concat)
     ),
+    KeepsAPlanBySizeWithoutShape=lambda t, out, x, *dims: out.view(first(t, f"{dims} {out.numel()}", out).shape),
 )
 wrong(
     "test_large all_gather",
     Full,
     LosesWhatComesAfter64KiB=lambda t, out, x, dim: (
         x.nbytes > 1 << 16 and without(out, (1 << 16) // x.itemsize, x.numel())
-    ),
-    GathersLargeMatricesAlongTheFirstDim=lambda t, right, x, dim: (
-        x.numel() > LARGE and right(x, 0).view(right(x, dim).shape)
-    ),
-    ReadsLargeMemoryAndNotStrides=lambda t, right, x, dim: x.numel() > LARGE and right(packed(x), dim),
-    CountsEightBytesAsFour=lambda t, out, x, dim: (
-        x.itemsize == 8 and x.nbytes > 1 << 16 and without(out, x.numel() // 2, x.numel())
     ),
     LosesTheLastOfExactly64KiB=lambda t, out, x, dim: x.nbytes == 1 << 16 and without(out, x.numel() - 1, x.numel()),
 )
@@ -298,71 +315,14 @@ def storage(x: Tensor) -> Tensor:
     return x.detach().as_strided((x.untyped_storage().nbytes() // x.itemsize,), (1,), 0)
 
 
-wrong(
-    "test_donated",
-    of="all_reduce",
-    WritesToTheEndOfTheStorage=lambda t, out, x, op, donate: (
-        donate and x.storage_offset() > 0 and zeroed(storage(x), out)
-    ),
-)
-
-
-def small(t: ThreadTransport, x: Tensor) -> bool:
-    """As of the test of calls like others, over the world."""
-    return x.shape == (4, 4) and t.size == t._world.size
-
-
-wrong(
-    "test_again all_gather",
-    # of calls with one tensor after the other, and not of those with one tensor again and again
-    KeepsItsResultBufferByShape=lambda t, out, x, dim: (
-        small(t, x) and x.dtype is torch.float32 and first(t, f"kept {dim}", out).copy_(out)
-    ),
-    KeepsStridesByAddress=lambda t, right, x, dim: (
-        (x.numel(), x.ndim) == (16, 2)
-        and right(x.detach().as_strided(x.shape, first(t, f"{x.data_ptr()} {x.dtype}", x.stride())), dim)
-    ),
-)
-wrong(
-    "test_again all_reduce",
-    KeepsAPlanByShapeWithoutDtype=lambda t, out, x, *_: (
-        small(t, x) and x.dtype is not torch.bfloat16 and out.to(first(t, "plan", out).dtype)
-    ),
-)
-wrong(
-    "test_again all_to_all",
-    KeepsAPlanBySizeWithoutShape=lambda t, out, x, *dims: (
-        (x.numel(), x.ndim, t.size) == (32, 2, t._world.size) and out.view(first(t, f"{dims}", out).shape)
-    ),
-)
-wrong(
-    "test_modes all_reduce",
-    KeepsViewsOfInferenceMode=lambda t, out, x, *_: (
-        x.shape == (4, 12) and first(t, "view", torch.empty_like(out)).copy_(out).clone()
-    ),
-)
-
-
-@mutant("test_modes permute")
+@mutant("test_any_call permute")
 class ReturnsInferenceTensors(ThreadTransport):
     def permute(self, x: Tensor, to: tuple[int, ...]) -> Tensor:
         with torch.inference_mode():
             return super().permute(x, to)
 
 
-wrong(
-    "test_sizes all_gather",
-    ReturnsOneOfTwoBuffersAbove1MB=lambda t, out, x, dim: (
-        out.nbytes > 1_000_000 and first(t, f"{turn(t) % 2} {out.shape} {out.dtype}", out).copy_(out)
-    ),
-)
-wrong(
-    "test_sizes broadcast",
-    SendersOutputIsItsInputAbove64KiB=lambda t, out, x, src: t.index == src and x.nbytes > 1 << 16 and x.detach(),
-)
-
-
-@mutant("test_sizes permute")
+@mutant("test_any_call permute")
 class SendsWhatTheTensorHeldBefore(ThreadTransport):
     """As a plan does that has packed the tensor object before."""
 
@@ -389,15 +349,13 @@ wrong("test_freed", of="all_reduce", KeepsEvery20thResult=lambda t, out, x, *_: 
 
 # -- what is under way -------------------------------------------------------------------------------------
 wrong(
-    "test_started",
+    "test_any_call start_reduce_scatter",
     Full,
-    of="start_reduce_scatter",
     ScattersWhatItFindsAtTheWait=lambda t, x, dim, donate: late(x, lambda: t.reduce_scatter(x, dim)),
 )
 wrong(
-    "test_started",
+    "test_any_call start_all_reduce",
     Full,
-    of="start_all_reduce",
     ReadsItsInputWhenItWaits=lambda t, x, op, donate: late(x, lambda: t.all_reduce(x, op, donate)),
     ReadsHalvesWhenItWaits=lambda t, right, x, op, donate: (
         late(x, lambda: t.all_reduce(x, op, donate)) if x.dtype in HALVES else right(x, op, donate)
@@ -413,7 +371,7 @@ def late(x: Tensor, make: Callable[[], Tensor]) -> Pending:
     return wait
 
 
-@mutant("test_started")
+@mutant("test_overlap")
 class WaitsTwiceForTwoSums(ThreadTransport):
     def start_all_reduce(self, x: Tensor, op: Op, donate: bool) -> Pending:
         out, seen = self.all_reduce(x, op, donate), []
@@ -439,7 +397,7 @@ wrong(
 )
 
 
-@mutant("test_interleaved", Plain)
+@mutant("test_under_way_in_groups", Plain)
 class GroupsShareWhatIsUnderWay(Plain):
     def connect(self, group: Group, rank: int) -> ThreadTransport:
         last: list[Tensor] = vars(self).setdefault("_last", [torch.zeros(0)])
@@ -447,7 +405,7 @@ class GroupsShareWhatIsUnderWay(Plain):
         class Sharing(ThreadTransport):
             def start_all_reduce(self, x: Tensor, op: Op, donate: bool) -> Pending:
                 out = last[0] = self.all_reduce(x, op, donate)
-                return lambda: last[0] if out.shape == (6,) else out
+                return lambda: last[0] if last[0].shape == out.shape else out
 
         return Sharing(group, rank, self._world)
 
@@ -691,7 +649,7 @@ class Few(Kit):
 
 
 KINDS = {"SendsBeforeItReceives": Large, "CountsCallsIn16Bits": Long}
-QUICK = "values memory started again groups transpose_law donated random_streams sizes same_bits odd_values many"
+QUICK = "values memory overlap groups transpose_law random_streams precision large odd_values many"
 
 
 @pytest.mark.parametrize("name", first_of(FAULTS, *(f"test_{name}" for name in QUICK.split())))
@@ -748,8 +706,7 @@ def test_there_are_enough() -> None:
     assert {by.partition(" ")[0] for by, _ in FAULTS.values()} >= set(ALL) - {
         "test_there_are_ranks",
         "test_float32",  # a setting of the process, no transport: test_kit_threads.py
-        *("test_any_call", "test_under_way", "test_under_way_in_groups"),  # test_drawn.py
-        "test_mixed",
+        "test_under_way",  # test_drawn.py
         "test_layers",
         "test_training",
         "test_pipeline",
@@ -763,11 +720,11 @@ SHOWN = {"MaximumOfTwoZerosIsItsOwn", "DividesHalvesBeforeItSums", "SumsOfDenorm
 SHOWN |= {"CutsSumsOffInsteadOfRounding", "WholeNumbersWithoutDimsAreLong"}
 EVERY = {name: fault for name, fault in FAULTS.items() if name not in HIDDEN}
 SHOWN |= set({by.split()[0]: name for name, (by, _) in reversed(EVERY.items())}.values())  # each test's first
-SHOWN |= {name for name, (by, _) in EVERY.items() if by.split()[0] in ("test_sizes", "test_many", "test_freed")}
+SHOWN |= {name for name, (by, _) in EVERY.items() if by.split()[0] in ("test_many", "test_freed")}
 SHOWN_BY_VERIFY = Faults((n, (by, cls)) for n, (by, cls) in EVERY.items() if by.split()[0] in EDGES and n in SHOWN)
 
 
-@pytest.mark.parametrize("name", first_of(SHOWN_BY_VERIFY, "test_sizes", "test_same_bits"))
+@pytest.mark.parametrize("name", first_of(SHOWN_BY_VERIFY, "test_overlap", "test_precision"))
 def test_a_users_machine_shows_the_fault(name: str) -> None:
     caught_by, cls = SHOWN_BY_VERIFY[name]
 

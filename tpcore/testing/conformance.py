@@ -28,7 +28,7 @@ with extra("testing", __name__):
 
 __all__ = ["Conformance"]
 
-LONG = ("test_large", "test_sizes", "test_many", "test_freed", "test_lost_ranks", "test_layers", "test_traces")
+LONG = ("test_large", "test_many", "test_freed", "test_lost_ranks", "test_layers", "test_traces")
 """The tests that ``--kit-quick`` leaves out."""
 
 

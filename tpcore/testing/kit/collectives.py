@@ -224,9 +224,12 @@ def shapes(n: int) -> tuple[tuple[int, ...], ...]:
 
 @check
 def right_values(t: RankCheck, primitive: str, dtype: torch.dtype) -> None:
-    """A failure is in the result of this primitive for some dim or dtype, one that is declared as moved too."""
-    for shape in shapes(t.size):
-        t.only(primitive, partial(values, shape, dtype=dtype), f"{dtype} {shape}")
+    """A failure is in the result of this primitive for some dim or dtype, one that is declared as moved too; or in what
+    it keeps under ``inference_mode`` and uses outside, or the reverse."""
+    for shape, inside in zip(shapes(t.size), itertools.cycle((False, True)), strict=False):
+        with torch.inference_mode(inside):
+            note = f"{dtype} {shape}" + ", in inference_mode," * inside
+            t.only(primitive, partial(values, shape, dtype=dtype), note)
     shape = shapes(t.size)[1]
     t.only(primitive, t.spread(shape, primitive, dtype), f"numbers of all of {dtype}, {shape},")
 
@@ -241,14 +244,20 @@ def empty(t: RankCheck, primitive: str) -> None:
 @check
 def overlapped(t: RankCheck) -> None:
     """A failure is in a method that starts: results mixed up between several under way, which ranks wait for in
-    different orders."""
+    different orders; an input that is read after the call; a second wait."""
     comm, n, me = t.comm, t.size, t.comm.position.float()  # a tensor: one program for all ranks of a compiling backend
-    waits = [comm.start_all_reduce(me.repeat(9) + i) for i in range(4)]
+    waits = []
+    for i in range(4):
+        x = me.repeat(9) + i
+        waits.append(comm.start_all_reduce(x))
+        x.zero_()  # it is the caller's again
     moved = comm.start_permute(me.repeat(9), [*range(1, n), 0])
     gathered = comm.all_gather(me, 0)
     forward = comm.eager and t.me % 2
     for i, wait in sorted(enumerate(waits), reverse=not forward):
-        t.same(f"all-reduce {i} of 4 under way", wait(), torch.full((9,), float(n * i + n * (n - 1) // 2)))
+        for turn in ("first", "second"):
+            want = torch.full((9,), float(n * i + n * (n - 1) // 2))
+            t.same(f"all-reduce {i} of 4 under way, at its {turn} wait,", wait(), want)
     want = ((comm.position.cpu() - 1) % n).float().repeat(9)
     t.same("a permute under way beside all-reduces", moved(), want)
     t.same("a gather between the start of an all-reduce and its wait", gathered, torch.arange(n).float())
@@ -272,14 +281,6 @@ def groups(t: RankCheck, primitive: str) -> None:
             t.wrong.append(f"rank {ctx.rank} is at {of.me} of {of.size} in {names} group {members}")
             continue
         of.only(primitive, [values((of.k, 4), r, torch.float32) for r in members], f"{(of.k, 4)} over {names}")
-
-
-@check
-def mixed(t: RankCheck) -> None:
-    """A failure is in state that one collective leaves for another, of another kind and size."""
-    for i in range(24):
-        every = [values((t.k, 4 + i % 5), p + i, torch.float32) for p in range(t.size)]
-        t.only(PRIMITIVES[i % len(PRIMITIVES)], every, f"{tuple(every[0].shape)}")
 
 
 @check

@@ -56,11 +56,11 @@ class _Program:
         with ThreadPoolExecutor(1) as self._thread:
             for number, point in enumerate(points[: -(-len(points) // one_in)]):
                 call = self._chance.call(number, *point)
-                sent = self._sent(call)
-                self._make(call, sent, f"call {number} of seed {self.seed}")
-                call, sent_again = self._like(call, sent)
-                if sent_again is not None:
-                    self._make(call, sent_again, f"call {number} again of seed {self.seed}")
+                sent: Placed | None = self._sent(call)
+                again = ""
+                while sent is not None:
+                    self._make(call, sent, f"call {number}{again} of seed {self.seed}")
+                    (call, sent), again = self._like(call, sent), again + " again"
             self._wait(0)
         while self._kept:
             self._let_go()
@@ -79,11 +79,16 @@ class _Program:
         return sent
 
     def _like(self, call: DrawnCall, sent: Placed) -> tuple[DrawnCall, Placed | None]:
-        """Often a call like it: with the same tensor, in other memory or another mode, of another dtype or as a line.
-        What a backend keeps of the first must not show in the second."""
-        how = self._chance.random.choice(("", "", "tensor", "memory", "mode", "dtype", "line"))
+        """Often a next call like it: with the same tensor, the same memory turned, in other memory or another mode,
+        of another dtype or as a line. What a backend keeps of the first must not show in the second."""
+        how = self._chance.random.choice(("", "", "", "", "tensor", "turned", "memory", "mode", "dtype", "line"))
         if how == "tensor" and not call.donated:
             return call, sent
+        if how == "turned" and not call.donated and not call.primitive.divides:
+            order = range(len(call.shape))[::-1]
+            other = sent._replace(view=lambda memory: sent.view(memory).permute(list(order)), how=f"{sent.how}, turned")
+            call = call._replace(shape=call.shape[::-1], same=None if call.same is None else order[call.same])
+            return call, other._replace(x=other.view(sent.memory))
         if how == "mode":
             call = call._replace(inference=not call.inference)
         if how == "dtype":
@@ -156,6 +161,8 @@ class _Program:
             return
         self._expect(got.is_contiguous(), f"the result has strides {got.stride()} and is not contiguous: {what}")
         self._expect(not got.requires_grad, f"the result is in an autograd graph: {what}")
+        # under way, it may be made by the wait, which is outside
+        self._expect(call.inference or not got.is_inference(), f"the result is an inference tensor: {what}")
         self._expect(not (got.is_conj() or got.is_neg()), f"the result is conjugated or negated lazily: {what}")
         if got.numel() and not call.donated:
             new = got.untyped_storage().data_ptr() != sent.memory.untyped_storage().data_ptr()

@@ -1,50 +1,30 @@
-"""The conformance kit's checks of edge cases: large and odd tensors, odd values, repeated calls."""
+"""The conformance kit's checks of edge cases: large tensors and those without dims, odd values, sums."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import pairwise, product
 
 import torch
 from torch import Tensor
 
-from ...comm.transport import PRIMITIVES, Pending
+from ...comm.transport import PRIMITIVES
 from ...runtime.context import ParallelContext
-from .collectives import RankCheck, Wrong, check, divides
+from .collectives import RankCheck, Wrong, check
 from .samples import values, wide
 
 LARGE = (4_097, 1 << 14, (1 << 14) + 3, 1 << 22)
 """Numbers of float32 elements: a little more than 16 KiB; 64 KiB; a little more; and, for groups of two, where it is
 fast, 16 MB, more than a network buffers: ranks that all send before they receive wait for ever."""
-_POWERS = (5, 8, 10, 12, 14, 16)  # of float32: 64 KiB are 2^14, 256 KiB 2^16
-MOST = (1 << 18) + 1
 
 
 @check
 def large(t: RankCheck, primitive: str, sizes: Sequence[int]) -> None:
     """A failure is in how this primitive splits large data, or sends before it receives."""
     for n in [n + -n % t.size for n in sizes if t.size == 2 or n < LARGE[-1]]:
-        for note, every in _forms(t, primitive, n):
-            for how, call, want in t.calls(primitive, every, 1 if every[0].ndim == 1 else None):
-                x = t.mine(every)
-                t.same(f"{primitive} {how} of {note}", call(x), want)
-                if "donate" not in primitive:
-                    t.same(f"the input of {primitive} {how} of {note}", x, every[t.me])
-
-
-def _forms(t: RankCheck, primitive: str, n: int) -> Iterator[tuple[str, list[Tensor]]]:
-    """``n`` elements of float32; where that is fast also of other item sizes, as a matrix, and as a transposed one."""
-    yield f"{n} elements", t.every(lambda p: wide((n,), p, torch.float32, t.size))
-    if not t.comm.eager or n >= LARGE[-1]:
-        return
-    one_of_each = {d.itemsize: d for d in t.dtypes if d is not torch.bool and d.itemsize != 4}
-    for dtype in one_of_each.values():
-        yield f"{n} elements of {dtype}", t.spread((n,), primitive, dtype)
-    rows, columns = 2 * t.size, -(-n // t.size**2) * t.size
-    yield f"a {rows} x {columns} matrix", t.spread((rows, columns), primitive, torch.float32)
-    across = t.spread((columns, rows), primitive, torch.float32)
-    yield f"a transposed {columns} x {rows} matrix", [x.t() for x in across]
+        every = t.every(lambda p: wide((n,), p, torch.float32, t.size))  # noqa: B023  called at once
+        for how, call, want in t.calls(primitive, every, 1):
+            t.same(f"{primitive} {how} of {n} elements", call(t.mine(every)), want)
 
 
 @check
@@ -97,7 +77,7 @@ def _odd_sums(t: RankCheck, primitive: str, every: list[Tensor], note: str) -> N
 @check
 def precise(t: RankCheck, dtype: torch.dtype) -> None:
     """A failure is in the dtype of a sum, which rounds once for each addend, up as often as down. Maxima and integers
-    are exact, and calls repeat bit for bit."""
+    are exact, and calls repeat bit for bit, on all ranks alike."""
     for n in [n + -n % t.size for n in ((8, 1024, 5_000) if t.comm.eager else (1024,))]:
         every = t.every(lambda p: _some(n, p, dtype, t.size))  # noqa: B023  called at once
         _sums(t, every, f"{n} numbers of {dtype}")
@@ -124,6 +104,9 @@ def _sums(t: RankCheck, every: list[Tensor], note: str) -> None:
     for name, (call, part) in sums.items():
         first, second = (call().cpu() for _ in range(2))
         t.same(f"the second {name} of {note}", second, first)
+        if name != "reduce_scatter":
+            seen = comm.all_gather(first.unsqueeze(0).to(x.device), 0).cpu().view(torch.uint8)
+            t.expect(bool((seen == seen[0]).all()), f"{name} of {note} differs in its last bits between ranks,")
         if not dtype.is_floating_point:
             t.same(f"{name} of {note}", first, stack.sum(0, dtype=dtype)[part])
             continue
@@ -138,26 +121,6 @@ def _sums(t: RankCheck, every: list[Tensor], note: str) -> None:
     t.same(f"the maximum of {note}", comm.all_reduce(x, "max"), stack.amax(0))
 
 
-@check
-def started(t: RankCheck) -> None:
-    """A failure is in when a method that starts reads its input, or in a second wait."""
-    n, ring = t.size, [*range(1, t.size), 0]
-    for dtype, length in product([d for d in t.dtypes if d is not torch.bool], (8, 100_000)):
-        local = (t.comm.position + 1).to(dtype).repeat(length)
-        total = torch.full((length,), n * (n + 1) // 2, dtype=dtype)
-        before = ((t.comm.position.cpu() - 1) % n + 1).to(dtype).repeat(length)
-        starts: dict[str, tuple[Callable[[Tensor], Pending], Tensor, Tensor]] = {
-            "start_all_reduce": (t.comm.start_all_reduce, local.clone(), total),
-            "start_reduce_scatter": (partial(t.comm.start_reduce_scatter, dim=0), local.repeat(n), total),
-            "start_permute": (partial(t.comm.start_permute, to=ring), local.clone(), before),
-        }
-        for name, (start, x, want) in starts.items():
-            wait = start(x)
-            x.zero_()
-            t.same(f"{name} of {length} {dtype} whose input changes meanwhile", wait(), want)
-            t.same(f"a second wait for {name} of {length} {dtype}", wait(), want)
-
-
 def full_float32(ctx: ParallelContext) -> Wrong:
     """A failure is in a setting: float32 matmuls take fewer bits, as TF32 does, and so will the layers' tests."""
     if hasattr(torch.backends.cuda.matmul, "fp32_precision"):  # from torch 2.9 on, whichever way it was set
@@ -168,65 +131,3 @@ def full_float32(ctx: ParallelContext) -> Wrong:
     remedy = 'call torch.set_float32_matmul_precision("highest"), and unset TORCH_ALLOW_TF32_CUBLAS_OVERRIDE'
     what = f"the precision of float32 matmuls is lowered on rank {ctx.rank}: {', '.join(low)}: {remedy}"
     return Wrong([what] if low else [])
-
-
-@check
-def interleaved(t: RankCheck) -> None:
-    """A failure is in state that groups share while reductions are under way in several."""
-    ctx = t.ctx
-    comms = [ctx.comm(a) for a, n in ctx.mesh.axes.items() if n > 1] + [ctx.comm(*ctx.mesh.axes)]
-    ranks = [ctx.mesh.group(*c.group.axes).members(ctx.rank) for c in comms]
-    for turn in range(2):
-        inputs = [torch.full((6,), ctx.rank + i + turn).float().to(ctx.device) for i in range(len(comms))]
-        waits = [comm.start_all_reduce(x) for comm, x in zip(comms, inputs, strict=True)]
-        for a, b in pairwise(comms):
-            a.all_gather(torch.zeros(2, device=ctx.device), 0)
-            b.all_gather(torch.zeros(3, device=ctx.device), 0)
-        for i, (wait, members) in reversed(list(enumerate(zip(waits, ranks, strict=True)))):
-            want = torch.full((6,), float(sum(members) + len(members) * (i + turn)))
-            t.same(f"all-reduce over {comms[i].group.axes} between others", wait(), want)
-
-
-def _sizes(t: RankCheck, most: int) -> list[int]:
-    """Numbers of elements up to ``most``: the least, and those about the group's size, about powers of two and, for
-    groups of two, where it is fast, about 1 MiB. One alone on a lazy backend, which compiles a program for each."""
-    if not t.comm.eager:
-        return [257]
-    near = [a + d for a in (t.size, *(1 << k for k in _POWERS)) for d in (-1, 0, 1)]
-    mebibyte = [1 << 18, MOST] if t.size == 2 else []
-    return sorted({n for n in (1, 2, *near, *mebibyte) if n <= most})
-
-
-@check
-def owned(t: RankCheck, primitive: str, most: int) -> None:
-    """A failure is in what this primitive keeps, or returns for a copy, from some size on: the caller changes its input
-    after the call, the next one sends what it has then, and who writes to a result changes no other."""
-    for n in _sizes(t, most):
-        length = n * t.size if divides(primitive) else n
-        first = t.every(partial(values, (length,), dtype=torch.float32))
-        x, kept = t.mine(first), []
-        for turn in range(3):
-            _, call, want = t.calls(primitive, [y + 8 * turn for y in first], 1)[0]
-            kept.append((f"{primitive} {turn + 1} of 3", call(x.clone() if "donate" in primitive else x), want))
-            x += 8
-        for note, got, want in [*kept, (f"the input of {primitive}", x, first[t.me] + 24)]:
-            t.same(f"{note}, {length} elements of one tensor,", got, want)
-        for _, got, _ in kept:
-            got.fill_(-1)
-
-
-@check
-def same_bits(t: RankCheck, most: int) -> None:
-    """A failure is in the order of a sum, or a maximum of zeros: every rank has the same bits, at every size."""
-    for dtype in [d for d in t.dtypes if d.is_floating_point]:
-        for n in _sizes(t, most) if dtype is torch.float32 else [min(257, most)]:
-            x = torch.rand(n, generator=torch.Generator().manual_seed(t.ctx.rank)).to(dtype)
-            x[::3] = 0.0
-            x[:: 3 + 3 * (t.ctx.rank % 2)].neg_()
-            x = x.to(t.ctx.device)
-            total, top, begun = t.comm.all_reduce(x), t.comm.all_reduce(x, "max"), t.comm.start_all_reduce(x)()
-            for name, y in {"a sum": total, "a maximum": top, "a started sum": begun}.items():
-                seen = t.comm.all_gather(y.unsqueeze(0), 0).cpu().view(torch.uint8)
-                t.expect(
-                    bool((seen == seen[0]).all()), f"{name} of {n} {dtype} differs in its last bits between ranks,"
-                )

@@ -18,18 +18,6 @@ from .samples import values
 floats = partial(values, dtype=torch.float32)
 
 
-@check
-def strided(t: RankCheck, primitive: str) -> None:
-    """A failure is in how this primitive reads an input that is transposed and has gaps between its elements."""
-    shape = (t.k, 2 * t.k, t.k)
-    every = t.every(lambda p: floats(shape, p).transpose(0, 2)[:, ::2])
-    for how, call, want in t.calls(primitive, every):
-        whole = floats(shape, t.me).to(t.ctx.device).transpose(0, 2)
-        t.same(f"{primitive} {how} of a strided tensor", call(whole[:, ::2]), want)
-        between = floats(shape, t.me).transpose(0, 2)[:, 1::2]
-        t.same(f"what is between the elements of the input of {primitive} {how}", whole[:, 1::2], between)
-
-
 def _inputs(t: RankCheck) -> Iterator[tuple[str, list[Tensor]]]:
     """Tensors of all members; lazy backends, which compile a program for each, get the first alone."""
     every = t.every(partial(floats, shapes(t.size)[2]))
@@ -60,63 +48,6 @@ def memory(t: RankCheck, primitive: str) -> None:
             kept.append((what, y, want))
     for what, y, want in kept:  # after all calls: a reused buffer would have later values by now
         t.same(f"{what}: after later collectives the output", y, want)
-
-
-@check
-def donated(t: RankCheck) -> None:
-    """A failure is in what is written to memory that the caller has given away: it ends where the tensor ends, and not
-    where its storage does."""
-    for n in (8, 5_000):
-        whole = torch.ones(n + 16, device=t.ctx.device)
-        got = t.comm.all_reduce(whole[8:-8], donate=True)
-        t.same(f"all_reduce donate of a slice of {n} elements", got, torch.full((n,), float(t.size)))
-        t.same(f"what is beside a slice of {n} elements", torch.cat([whole[:8], whole[-8:]]), torch.ones(16))
-
-
-@check
-def odd_memory(t: RankCheck, primitive: str) -> None:
-    """A failure is in how this primitive reads its input: a storage offset, or strides of 0."""
-
-    def placed(x: Tensor) -> Tensor:  # a copy to a device must not lose the strides
-        return x if t.ctx.device.type == "cpu" else x.to(t.ctx.device)
-
-    t.only(primitive, lambda p: placed(floats((t.k + 1, t.k), p)[1:]), "a slice")
-    if primitive != "all_reduce donate":  # memory with repeated elements cannot be donated
-        t.only(primitive, lambda p: placed(floats((1, t.k), p).expand(t.k, t.k)), "a tensor with strides of 0")
-
-
-@check
-def again(t: RankCheck, primitive: str) -> None:
-    """A failure is in data that is reused for similar calls, with other values, shapes, dtypes or strides: buffers,
-    views, plans."""
-    k, kept = t.k, []
-    kinds = [((k, k), torch.float32), ((k, k), torch.int64), ((k, 2 * k), torch.float32), ((2 * k, k), torch.float32)]
-    for turn, (shape, dtype) in product(range(2), kinds):
-        if dtype in t.ctx.backend.capabilities.dtypes:
-            every = [values(shape, p + 5 * turn, dtype) for p in range(t.size)]
-            for how, call, want in t.calls(primitive, every, 2):
-                kept.append((f"{how} of {dtype} {shape}", call(t.mine(every)), want))
-    if t.comm.eager and "donate" not in primitive:
-        every = t.every(partial(floats, (k, k)))
-        x = t.mine(every)
-        for turned in (False, True):
-            for how, call, want in t.calls(primitive, [y.t() if turned else y for y in every], 2):
-                kept.append((f"{how} of memory with other strides", call(x.t() if turned else x), want))
-    for what, got, want in kept:
-        t.same(f"{primitive} {what} after calls like it", got, want)
-
-
-@check
-def any_mode(t: RankCheck, primitive: str) -> None:
-    """A failure is in memory that is made under ``inference_mode`` and used outside, or the reverse."""
-    for inside, times in ((True, 3), (False, 3), (True, 3), (False, 5), (True, 5)):
-        every = t.every(partial(floats, (t.k, times * t.k)))
-        for how, call, want in t.calls(primitive, every, 2):
-            with torch.inference_mode(inside):
-                got = call(t.mine(every))
-            t.same(f"{primitive} {how}, inference_mode({inside}),", got, want)
-            if not inside:
-                got += 1  # an inference tensor could not be changed here
 
 
 @check

@@ -104,6 +104,9 @@ class Numbers:
             turn = (torch.arange(n) + place - position) % size
             second = 1 + place % max(1, size - 1) if dtype.is_floating_point else 0
             out[(turn != 0) & (turn != second)] = 0
+        if reduced == "max" and dtype.is_floating_point and "the sign of zero" not in self._loses:
+            both = out[place % 5 :: 11]  # zeros on all ranks, of any sign
+            both.copy_(torch.zeros_like(both).copysign(both))
         return out.view(shape)
 
     def _bits(self, at: int, count: int) -> Tensor:

@@ -115,7 +115,7 @@ def _rows(ctx: ParallelContext) -> Iterator[Row]:
 _ELSEWHERE = {
     *("test_declaration", "test_there_are_ranks", "test_values", "test_moved_dtypes", "test_layers"),
     *("test_training", "test_pipeline", "test_random_streams", "test_checkpoint", "test_traces"),
-    *("test_groups", "test_interleaved", "test_under_way_in_groups"),  # of other meshes than this job's
+    *("test_groups", "test_under_way_in_groups"),  # of other meshes than this job's
     "test_lost_ranks",  # in jobs of the kit's own
 }
 """Tests of the kit that are not among the edges: most have rows of their own above."""

@@ -20,7 +20,7 @@ from tiers import tiers
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples/third_party_backend"
 PART = ("-k", "not float16 and not float64 and not fp16 and not bf16 and not fp64")
-GROUPS = ("-k", "joined or groups or interleaved")
+GROUPS = ("-k", "joined or groups")
 
 pytestmark = [
     pytest.mark.slow,

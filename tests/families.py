@@ -344,7 +344,7 @@ def widen(monkeypatch: Any, but: str = "of none") -> None:
     narrow = Tensor.float
     monkeypatch.setattr(Tensor, "float", lambda t: t if t.dtype == torch.float64 else narrow(t))
     for name, module in list(sys.modules.items()):
-        if name.startswith("transformers.") and but not in name and getattr(module, "torch", None) is torch:
+        if name.startswith("transformers.") and but not in name and vars(module).get("torch") is torch:
             monkeypatch.setattr(module, "torch", _Wide())
 
 

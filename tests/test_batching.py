@@ -133,7 +133,7 @@ DENSE = HEADS | {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers"
         ),
         (
             lambda: transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**GEMMA)),
-            r"Gemma2ForCausalLM has capped scores, which its attention 'paged\|eager' leaves out",
+            r"Gemma2ForCausalLM has capped scores, which its attention '(paged\|eager|sdpa)' leaves out",
         ),
     ],
     ids=["keys and values that never come to the cache", "of another size", "capped scores"],

@@ -9,6 +9,7 @@ import families
 import pytest
 import torch
 import transformers
+from hf import recompute
 from tiers import tiers
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -145,7 +146,7 @@ def test_recomputation_draws_the_same_masks(
 ) -> None:
     model = tpcore.parallelize(dropping("gpt2", scale_attn_by_inverse_layer_idx=True), **options)
     want = gradients(model)
-    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    recompute(model, use_reentrant=reentrant)
     model.get_input_embeddings().register_forward_hook(lambda m, a, y: y.requires_grad_())
     for name, gradient in gradients(model).items():
         assert torch.equal(gradient, want[name]), name

@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -356,6 +357,18 @@ def test_options() -> None:
         ((4, 8), (8, 8), True, 0),
         ((4,), (8,), True, 0),
     ]
+
+
+def counted(model: nn.Module, **options: int) -> Tensor:
+    assert torch.bincount(torch.tensor([1, 1], device="cpu"), **options)[1] == 2
+    chosen = model(torch.zeros(2, 8)).topk(2).indices.reshape(-1)
+    return model(torch.bincount(chosen, **options).float()).sum()
+
+
+def test_values_are_counted_where_their_number_is_said() -> None:
+    tpcore.explain(lambda: (nn.Linear(8, 8), partial(counted, minlength=8)))
+    with pytest.raises(ValueError, match=r"rank 0 reads a value at \S*test_explain.py:\d+ in counted"):
+        tpcore.explain(lambda: (nn.Linear(8, 8), counted))
 
 
 def reads_a_value() -> Any:

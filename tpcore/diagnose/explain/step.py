@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from ...backend.registry import check_fits
@@ -102,7 +103,7 @@ def record(
     checks = Checks(recorder.mistake if meter is None else None, running=False)  # a meter is for what a step costs
     ctx = ParallelContext(backend, mesh, rank, checks)
     rng, meta = torch.random.fork_rng(devices=[]), torch.device("meta")
-    with use(ctx), in_eager_mode(), rng, _explain_errors(rank, recorder), meta:
+    with use(ctx), in_eager_mode(), rng, _explain_errors(rank, recorder), meta, _Counts():
         recorder.phase = "building"
         model, inputs = build()
         for i, t in enumerate(tensors(inputs)):
@@ -125,6 +126,18 @@ def record(
     stages = tuple(StageCost.of(name, *pipeline) for name, pipeline in recorder.pipelines.items())
     fields = parameters, tuple(recorder.calls), stages, routes, tuple(recorder.mistakes)
     return Program(type(model).__name__, *fields), tuple(checks.notes)
+
+
+class _Counts(TorchFunctionMode):
+    """Counts of values by ``bincount``, of which torch knows no shape without values. Where a caller says of how many
+    values they are, as losses of routers say of experts in transformers before 5.23, it is this number."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        counts = func in (torch.bincount, Tensor.bincount) and kwargs.keys() == {"minlength"} and args[0].is_meta
+        if counts and kwargs["minlength"]:
+            return args[0].new_empty(kwargs["minlength"], dtype=torch.int64)
+        return func(*args, **kwargs)
 
 
 def _context_route(model: nn.Module, inputs: Inputs) -> Iterator[tuple[str, str]]:

@@ -26,11 +26,14 @@ import openai
 import pytest
 import torch
 import transformers
+from ranges import skip_below
 from tiers import tiers
 from tokenizers import Tokenizer, models, pre_tokenizers
 from typer.testing import CliRunner
 
 from tpcore.cli.app import app
+
+skip_below("serve")
 
 WORDS, NEW = 60, 8
 LONG = 400

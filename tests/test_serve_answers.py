@@ -15,13 +15,17 @@ import httpx2
 import openai
 import pytest
 import transformers
+from ranges import skip_below
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers.generation.continuous_batching import ContinuousBatchingManager
-from transformers.generation.continuous_batching.continuous_api import OutputRouter
 
-from tpcore.integrations.serving import rank
-from tpcore.integrations.serving.batches import Batches
-from tpcore.integrations.serving.server import application
+skip_below("serve")  # before imports that fail there
+
+from transformers.generation.continuous_batching import ContinuousBatchingManager  # noqa: E402
+from transformers.generation.continuous_batching.continuous_api import OutputRouter  # noqa: E402
+
+from tpcore.integrations.serving import rank  # noqa: E402
+from tpcore.integrations.serving.batches import Batches  # noqa: E402
+from tpcore.integrations.serving.server import application  # noqa: E402
 
 CALL = '{"name":"f","arguments":{"x":1}}'
 REPLIES = {

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from ranges import skip_below
 from tokenizers import Tokenizer, models
 from transformers.generation.continuous_batching.requests import (
     FutureRequestState,
@@ -21,6 +22,8 @@ from transformers.generation.continuous_batching.requests import (
 
 from tpcore.integrations.serving.batches import Sampling, Stream, choose
 from tpcore.integrations.serving.server import _error, malformed
+
+skip_below("serve")
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
 

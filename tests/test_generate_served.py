@@ -171,6 +171,8 @@ def test_what_does_not_fit_is_refused_before_any_call(served: TensorParallelMode
         ValueError, match=r"max_new_tokens=2\.5 after a prompt of 12"
     ):  # which no count of tokens equals
         generate(served, PROMPTS, max_new_tokens=2.5)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"prompt=\[1\.7\]: a list of token ids"):
+        generate(served, [[1.7]], max_new_tokens=1)  # type: ignore[list-item]
     with pytest.raises(TypeError, match=r"stop_tokens=\[\[7\]\]: a list of token ids"):
         generate(served, PROMPTS, max_new_tokens=1, stop_tokens=[[7]])  # type: ignore[list-item]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import socket
@@ -129,7 +128,8 @@ def asking(web: tuple[Any, Script, Batches]) -> Run:
         async def asked() -> Any:
             transport = httpx2.ASGITransport(app)
             http = openai.DefaultAsyncHttpxClient(transport=transport)
-            async with openai.AsyncOpenAI(base_url="http://a/v1", api_key="-", max_retries=0, http_client=http) as c:
+            options: Any = {"api_key": "-", "max_retries": 0, "http_client": http}
+            async with openai.AsyncOpenAI(base_url="http://localhost/v1", **options) as c:
                 answer = await asyncio.wait_for(ask(c, engine), 60)  # against hangs
             assert not engine.output_router.result_handlers
             return answer
@@ -165,18 +165,18 @@ async def streamed(client: openai.AsyncOpenAI, prompt: str, **options: Any) -> A
         calls += [f"{call.function.name} {call.function.arguments}" for call in delta.tool_calls or []]
         reason = part.choices[0].finish_reason or reason
         tokens = part.usage.completion_tokens if part.usage else tokens
-    return text.strip(), thought.strip(), calls, reason, tokens
+    return text, thought, calls, reason, tokens
 
 
 @pytest.mark.parametrize("ask", [whole, streamed])
 @pytest.mark.parametrize(
     ("prompt", "options", "want"),
     [
-        ("w1", {}, ("c1 c2 c3 c4", "r1 r2", [], "stop", 9)),
-        ("w1", {"stop": "c3"}, ("c1 c2", "r1 r2", [], "stop", 7)),
-        ("w1", {"stop": ["never", "1 c"]}, ("c", "r1 r2", [], "stop", 6)),
-        ("w1", {"stop": "r2"}, ("", "r1", [], "stop", 3)),
-        ("w1", {"max_tokens": 6}, ("c1 c2", "r1 r2", [], "length", 6)),
+        ("w1", {}, (" c1 c2 c3 c4", " r1 r2 ", [], "stop", 9)),
+        ("w1", {"stop": "c3"}, (" c1 c2 ", " r1 r2 ", [], "stop", 7)),
+        ("w1", {"stop": ["never", "1 c"]}, (" c", " r1 r2 ", [], "stop", 6)),
+        ("w1", {"stop": "r2"}, ("", " r1 ", [], "stop", 3)),
+        ("w1", {"max_tokens": 6}, (" c1 c2", " r1 r2 ", [], "length", 6)),
         ("w2", {}, ("d1", "", ['f {"x": 1}'], "tool_calls", 5)),
         ("w2", {"max_tokens": 2}, ("d1", "", [], "length", 2)),
         ("w3", {"max_tokens": 3}, ("e1", "", [], "length", 3)),  # in the midst of a call
@@ -219,7 +219,7 @@ def test_an_error_that_comes_with_text_is_told(run: Run) -> None:
         body: Any = caught.value.body
         return [first.choices[0].text, caught.value.message, body["code"]]
 
-    assert run(ask) == ["f1", "a rank failed, and the ranks start again: rank 1 went", 503]
+    assert run(ask) == [" f1", "a rank failed, and the ranks start again: rank 1 went", 503]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -277,7 +277,7 @@ def test_options_of_the_other_endpoint_are_named(run: Run) -> None:
             ("completions", {"prompt": "w1", "max_completion_tokens": 4, "tools": []}),
             ("chat/completions", {"messages": [{"role": "user", "content": "w1"}], "echo": False}),
         ]:
-            answer = await client._client.post(f"http://a/v1/{kind}", content=json.dumps(body))
+            answer = await client._client.post(f"http://localhost/v1/{kind}", json=body)
             told.append((answer.status_code, answer.json()["error"]["message"]))
         return told
 

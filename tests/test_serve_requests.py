@@ -22,6 +22,7 @@ from transformers.generation.continuous_batching.requests import (
 
 from tpcore.integrations.serving.batches import Sampling, Stream, choose
 from tpcore.integrations.serving.server import _error, malformed
+from tpcore.integrations.serving.text import Text
 
 skip_below("serve")
 
@@ -99,7 +100,8 @@ def test_an_answer_whose_last_token_ends_it_is_no_answer_cut_short(
     engine = types.SimpleNamespace(
         cancel_request=lambda _: None, output_router=types.SimpleNamespace(result_handlers={})
     )
-    stream = Stream(engine, "one", text, None, asyncio.Queue(), config=config)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=text, unk_token="w0")
+    stream = Stream(engine, "one", Text(tokenizer, [], special=False), None, asyncio.Queue(), config=config)
     stream.take(GenerationOutput("one", generated_tokens=tokens, status=RequestStatus.FINISHED))
     assert (config.max_new_tokens is None) == end
 

@@ -29,6 +29,7 @@ def serve(
     folder: Path = typer.Argument(help="A language model in transformers' files."),
     tp: int = typer.Option(2, min=1, help="Ranks, on this host."),
     host: str = typer.Option("127.0.0.1", help="The address to listen at; 0.0.0.0 lets others in."),
+    allow_host: list[str] = typer.Option([], help="A name besides localhost by which clients ask; * for all."),
     port: int = typer.Option(8000, min=0, max=65535, help="0 takes a free one."),
     dtype: str = typer.Option("auto", help="float32, bfloat16, float16, or the files'."),
     name: str = typer.Option("", help="The model's name in requests. Default: the folder's."),
@@ -50,6 +51,7 @@ def serve(
         raise typer.BadParameter(f"--dtype {dtype}: there are auto, float32, bfloat16 and float16")
     options = {"folder": str(folder), "tp": tp, "dtype": dtype, "name": name or folder.resolve().name}
     options |= {"length": max_length, "requests": max_requests, "backend": backend or None, "timeout": timeout}
+    options["hosts"] = [host, *allow_host]
     try:
         listener = socket.create_server((host, port))
     except OSError as e:

@@ -21,6 +21,8 @@ from transformers.cli.serving.utils import (
 from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessor
 from transformers.generation.logits_process import LogitsProcessorList
 
+from .text import Text
+
 _ENDED = "a rank failed, and the ranks start again: ask again"
 _TOLD = "the server was told to end before this answer was complete"
 
@@ -49,20 +51,21 @@ class Batches(CBGenerateManager):
         for callback, _ in [*self._cb.output_router.result_handlers.values()]:
             callback(SimpleNamespace(error=_TOLD, is_finished=lambda: True))
 
-    def init_cb(self, model: Any, gen_config: Any) -> None:
-        """The engine runs since before the first request."""
-
     def is_alive(self) -> bool:
         # another rank's error ends the engine here without one
         return bool(self._cb.is_running()) and super().is_alive()
 
-    def generate_streaming(
-        self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, response_parser: Any = None
-    ) -> tuple[asyncio.Queue[Any], Stream]:
+    def admit(self) -> None:
+        """An error if there is no place for one request more."""
         if not self.is_alive():
             raise HTTPException(503, _ENDED)
         if len(self._cb.output_router.result_handlers) >= self._most:
             raise HTTPException(429, f"{self._most} requests are open, and no more are taken: try again later")
+
+    def generate_streaming(
+        self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, response_parser: Any = None
+    ) -> tuple[asyncio.Queue[Any], Stream]:
+        self.admit()
         ids = inputs["input_ids"]
         if not ids:
             raise HTTPException(400, "the prompt has no tokens")
@@ -73,11 +76,12 @@ class Batches(CBGenerateManager):
         seed = getattr(gen_config, "seed", None)
         sampled = gen_config.do_sample and gen_config.temperature != 0
         queue: asyncio.Queue[Any] = asyncio.Queue()
-        text, loop = getattr(processor, "tokenizer", processor)._tokenizer, asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
         if response_parser is not None:
             prompt = processor.decode(ids)
             if response_parser._spec.truncate_past_last_anchor(prompt) == prompt:  # else it begins with the prompt
                 response_parser.initial_events = []
+        text = Text(processor, ids if gen_config.continues else [], special=response_parser is not None)
         stream = Stream(self._cb, request_id, text, loop, queue, response_parser=response_parser, config=gen_config)
         self._cb.register_result_handler(request_id, stream.take)
         accepted = self._cb.add_request(
@@ -128,9 +132,11 @@ class Failure(_StreamError):
 class Stream(CBStreamer):
     """The text of one request, up to the first of the strings at which it stops."""
 
-    def __init__(self, *args: Any, config: Any, **options: Any) -> None:
+    def __init__(self, engine: Any, request_id: str, text: Text, *args: Any, config: Any, **options: Any) -> None:
         """``config``: of the generation, with ``stop_strings``."""
-        super().__init__(*args, **options)
+        nothing: Any = None  # for transformers' decoder
+        super().__init__(engine, request_id, nothing, *args, **options)
+        self._text = text
         self._config, self._pending, self._over = config, "", False
         stops, ends = config.stop_strings or [], config.eos_token_id
         self._stops = [stops] if isinstance(stops, str) else stops
@@ -158,11 +164,14 @@ class Stream(CBStreamer):
         for token in output.generated_tokens[len(self.tokens) :]:
             self.tokens.append(token)
             self.total_tokens += 1
-            self._feed(self._decode_stream.step(self._tokenizer, token) or "")
+            if self._parser is not None or token not in self._ends:  # a template may name the end token
+                self._feed(self._text.add(token))
             if self._over:
                 return
         if output.is_finished():
-            self._end(self._pending, self.tokens[-1] in self._ends)
+            self._feed(self._text.rest())
+            if not self._over:
+                self._end(self._pending, self.tokens[-1] in self._ends)
 
     def _feed(self, text: str) -> None:
         text = self._pending + text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from fastapi import HTTPException
@@ -9,7 +10,7 @@ from fastapi.responses import JSONResponse
 from openai.types.completion_usage import CompletionUsage
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
-from transformers.cli.serving.utils import ReasoningText, ToolCall, build_response_parser
+from transformers.cli.serving.utils import Modality, ReasoningText, ToolCall, build_response_parser
 
 
 class _Sampled:
@@ -17,6 +18,28 @@ class _Sampled:
 
     _kind = ""
     _valid_params_class: Any
+    _continues = False
+
+    async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
+        """transformers' own tokenizes in the loop, where all others would wait for it."""
+        self._validate_request(body)
+        handler: Any = self
+        name, model, tokenizer = handler._resolve_model(body)
+        handler.generation_state.manager.admit()
+        inputs = await asyncio.to_thread(handler._tokenized, tokenizer, body)
+        config = self._build_generation_config(body, model.generation_config, use_cb=True)
+        request = request_id, model, tokenizer, name, inputs, config, handler.generation_state.manager
+        more = {"tools": body["tools"]} if "tools" in body else {}
+        if body.get("stream"):
+            return handler._streaming(*request, **more)
+        return await handler._non_streaming(*request, **more)
+
+    def _short_enough(self, text: str) -> str:
+        """``text``, if it may be one of so many tokens: to tokenize megabytes takes seconds."""
+        most = self.generation_state.most_characters  # type: ignore[attr-defined]
+        if len(text) > most:
+            raise HTTPException(400, f"the prompt has {len(text)} characters, and its tokens have at most {most}")
+        return text
 
     def _validate_request(self, body: dict[str, Any]) -> None:
         unknown = sorted(body.keys() - {"top_k"} - self._valid_params_class.__mutable_keys__)
@@ -29,11 +52,18 @@ class _Sampled:
         if body.get("temperature"):
             config.do_sample = True
         config.top_k, config.seed = body.get("top_k", config.top_k), body.get("seed")
+        config.continues = self._continues
         return config
 
 
 class Chat(_Sampled, ChatCompletionHandler):
     _kind = "chat completions"
+
+    def _tokenized(self, tokenizer: Any, body: dict[str, Any]) -> Any:
+        messages = self.get_processor_inputs_from_messages(body["messages"], Modality.LLM)
+        options = {"add_generation_prompt": True, "tools": body.get("tools")} | body.get("chat_template_kwargs", {})
+        self._short_enough(tokenizer.apply_chat_template(messages, tokenize=False, **options))
+        return tokenizer.apply_chat_template(messages, return_dict=True, **options)
 
     async def _non_streaming(
         self,
@@ -61,15 +91,19 @@ class Chat(_Sampled, ChatCompletionHandler):
         cut = gen_config.max_new_tokens is not None and answered >= gen_config.max_new_tokens
         answer = self._build_completion(
             request_id,
-            text if parser is None else text.strip(),
+            text,
             model_id,
             finish_reason="tool_calls" if calls else "length" if cut else "stop",
             usage=CompletionUsage(prompt_tokens=asked, completion_tokens=answered, total_tokens=asked + answered),
             tool_calls=calls or None,
-            reasoning_content=thought.strip() or None,
+            reasoning_content=thought or None,
         )
         return JSONResponse(answer)
 
 
 class Completions(_Sampled, CompletionHandler):
     _kind = "completions"
+    _continues = True
+
+    def _tokenized(self, tokenizer: Any, body: dict[str, Any]) -> Any:
+        return tokenizer(self._short_enough(body["prompt"]))

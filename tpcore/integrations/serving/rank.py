@@ -29,6 +29,7 @@ from ...runtime.context import current
 from ...runtime.init import init
 from ...runtime.memory import keep_freed_memory
 from .batches import Batches, sample_by_request
+from .doors import LOCAL, Connection, connections
 from .server import application
 
 _PATIENCE = 10  # seconds for open requests, when the server is told to end
@@ -98,7 +99,9 @@ class _Unread(Queue[Any]):
 async def _served(app: Any, engine: Any, batches: Batches, listener: socket.socket, ready: int) -> bool:
     """Serve until a signal, or until the engine stops. Whether it was a signal."""
     waits: dict[str, Any] = {"timeout_graceful_shutdown": _PATIENCE + _LAST, "timeout_keep_alive": _KEEP_ALIVE}
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, **waits))
+    # as many as come in one turn are accepted before the first is counted
+    doors: dict[str, Any] = {"http": Connection, "ws": "none", "backlog": max(1, connections() // 4)}
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, **waits, **doors))
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
     announced, last = False, math.inf
     while not serving.done():
@@ -133,7 +136,7 @@ def main(lifeline: int, fd: int, ready: int, options: dict[str, Any]) -> int:
         return _failed(engine)
     tokenizer = transformers.AutoTokenizer.from_pretrained(options["folder"])
     batches = Batches(engine, limit, options["requests"])
-    app = application(options["name"], model, tokenizer, batches)
+    app = application(options["name"], model, tokenizer, batches, (*LOCAL, *options["hosts"]))
     if asyncio.run(_served(app, engine, batches, socket.socket(fileno=fd), ready)):
         engine.stop(block=True, timeout=_PATIENCE, hard_stop=True)
         return 0

@@ -18,23 +18,25 @@ from jinja2 import TemplateError
 from starlette.exceptions import HTTPException as RouteError
 from starlette.requests import ClientDisconnect
 from transformers import PreTrainedTokenizerBase
-from transformers.cli.serving.utils import Modality
 
 from ...log import log
 from .batches import Batches, first_line
+from .doors import LOCAL, Door
 from .handlers import Chat, Completions
 
 _BYTES = 2**23  # of a body
 _WAIT = 30  # seconds for a body to come
 _LONGEST = 500  # characters of an error
+_WORD = 16  # characters of a token or more: unknown words and spaces are few tokens
 _VALUE = 200  # of which a wrong value may be so many, for the reason stands after it
 _CLOSED = 499  # nginx's status for a client that left
 _POLL = 0.25  # seconds between looks whether a client is there
 
 
-def application(name: str, model: Any, tokenizer: Any, batches: Batches) -> FastAPI:
-    """``name``: the model's in requests."""
+def application(name: str, model: Any, tokenizer: Any, batches: Batches, hosts: tuple[str, ...] = LOCAL) -> FastAPI:
+    """``name``: the model's in requests. ``hosts``: the server's."""
     app = FastAPI(openapi_url=None)
+    app.add_middleware(Door, hosts=hosts, refused=_error)
     served = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "tpcore"}
     state = _handler_state(name, model, tokenizer, batches)
     chat, completions = Chat(state, state), Completions(state, state)
@@ -76,9 +78,8 @@ def _handler_state(name: str, model: Any, tokenizer: Any, batches: Batches) -> A
         _compile=False,
         process_model_name=lambda name: name,
         load_model_and_processor=lambda *_, **__: (model, tokenizer),
-        get_model_modality=lambda *_, **__: Modality.LLM,
-        use_continuous_batching=lambda *_: True,
-        get_manager=lambda *_, **__: batches,
+        manager=batches,
+        most_characters=batches.limit * max(_WORD, *map(len, tokenizer.get_vocab())),
     )
 
 

@@ -38,17 +38,17 @@ def generate(
     rows, _, _ = _sizes(model)
     if len(prompts) > rows:
         raise ValueError(f"{len(prompts)} prompts: the cache has {rows} rows; generate_each takes any number")
-    stops = _stops(stop_tokens)
+    stops = set(_numbers(stop_tokens, "stop_tokens"))
     each = generate_each(model, prompts, max_new_tokens=max_new_tokens, stop_tokens=[*stops], choose=choose)
     return _side_by_side(each, len(prompts), stops)
 
 
-def _stops(tokens: Sequence[int]) -> set[int]:
-    """The numbers of ``tokens``: a tensor's elements are equal to no number in a set."""
+def _numbers(tokens: Sequence[int], what: str) -> list[int]:
+    """``tokens`` as numbers: a tensor's elements are equal to no number in a set, and 1.7 is not the token 1."""
     try:
-        return set(map(index, tokens))
+        return list(map(index, tokens))
     except TypeError:
-        raise TypeError(f"stop_tokens={tokens!r}: a list of token ids") from None
+        raise TypeError(f"{what}={tokens!r}: a list of token ids") from None
 
 
 def _side_by_side(each: Iterator[tuple[int, int]], count: int, stops: set[int]) -> Iterator[Tensor]:
@@ -77,7 +77,7 @@ def generate_each(
     A row of the cache that has come to its end takes the next prompt, in the order of ``prompts``, while the other rows
     go on. The arguments and errors are those of ``generate``, which steps rows together."""
     rows, longest, chunk = _sizes(model)
-    ids = [list(map(int, prompt)) for prompt in prompts]
+    ids = [_numbers(prompt, "prompt") for prompt in prompts]
     if not ids or not all(ids):
         raise ValueError(f"{len(ids)} prompts: one or more, and a prompt has a token or more")
     most = max(map(len, ids)) + max_new_tokens
@@ -86,7 +86,7 @@ def generate_each(
             f"max_new_tokens={max_new_tokens} after a prompt of {max(map(len, ids))}: at least one, "
             f"and the cache holds {longest} tokens of each row"
         )
-    cache, stops = [_CacheRow(longest) for _ in range(rows)], _stops(stop_tokens)
+    cache, stops = [_CacheRow(longest) for _ in range(rows)], set(_numbers(stop_tokens, "stop_tokens"))
     return _each(model, ids, cache, chunk, max_new_tokens, stops, choose)
 
 

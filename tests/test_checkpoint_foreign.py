@@ -348,7 +348,8 @@ def stepped(steps: int = 2) -> tuple[nn.Module, torch.optim.Optimizer]:
 def write_trained(path: Path, tp: int) -> None:
     def one(ctx: ParallelContext) -> None:
         net, optimizer = stepped()
-        state = {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}
+        model = {name: t.clone() for name, t in net.state_dict().items()}  # without marks, as other libraries have it
+        state = {"model": model, "optimizer": optimizer.state_dict(), "epoch": 3}
         file = path / f"tp_rank_{ctx.rank}" / "checkpoint.pt" if tp > 1 else path
         file.parent.mkdir(parents=True, exist_ok=True)
         torch.save(state, file)

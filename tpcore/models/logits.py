@@ -16,7 +16,9 @@ from ..comm import mappings as ops
 Map = Callable[[Tensor], Tensor]
 _FACTS = frozenset(
     {Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, torch.is_floating_point, Tensor.__len__}
-    | {getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device", "requires_grad", "is_meta")}
+    | {Tensor.ndimension, Tensor.nelement, Tensor.element_size, Tensor.get_device, Tensor.is_complex, torch.is_complex}
+    | {getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device", "layout", "nbytes", "itemsize")}
+    | {getattr(Tensor, name).__get__ for name in ("requires_grad", "is_leaf", "grad_fn", "is_meta", "is_cpu")}
 )
 _BY_ENTRY = frozenset(
     {Tensor.float, Tensor.to, Tensor.half, Tensor.bfloat16, Tensor.double, Tensor.detach, Tensor.tanh, torch.tanh}

@@ -3,6 +3,7 @@ parts: what is before the layers, each layer, what is after them."""
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -170,6 +171,8 @@ def _signature(value: Any) -> Any:
         return tuple(map(_signature, value))
     if isinstance(value, dict):
         return tuple((k, _signature(v)) for k, v in value.items())
+    if isinstance(value, float) and math.isnan(value):  # which equals no other
+        return float, "nan"
     return type(value), value
 
 

@@ -6,9 +6,11 @@ Each is kept, with the values of the whole model, or refused by a ValueError; no
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,6 @@ from transformers import PreTrainedModel
 
 import tpcore
 from tpcore import Mesh
-from tpcore.layers.sharding import sharding
 from tpcore.testing import run_ranks
 
 # what transformers and torch say while tiny models of odd sizes are made
@@ -85,37 +86,53 @@ def called(model: Any, batch: dict[str, Tensor]) -> Any:
 
 
 # -- hooks ------------------------------------------------------------------------------------------------
-def _feature(module: nn.Module, args: Any, output: Any) -> Any:
-    """A hook for which each feature is another: it is wrong with a part of them."""
-    first = output[0] if isinstance(output, tuple) else output
-    if not isinstance(first, Tensor) or not first.is_floating_point():
-        return output
-    first = first * torch.linspace(0.9, 1.1, first.shape[-1], dtype=first.dtype)
-    return (first, *output[1:]) if isinstance(output, tuple) else first
+def _each_feature(values: Any) -> Any:
+    """Of the first tensor another multiple of each feature: wrong with a part of them."""
+    if isinstance(values, tuple) and values:
+        return (_each_feature(values[0]), *values[1:])
+    if not isinstance(values, Tensor) or not values.is_floating_point() or not values.ndim:
+        return values
+    return values * torch.linspace(0.9, 1.1, values.shape[-1], dtype=values.dtype)
 
 
-def _hooked(model: Any, names: list[str]) -> Any:
+def _after(module: nn.Module, args: Any, output: Any) -> Any:
+    return _each_feature(output)
+
+
+def _before(module: nn.Module, args: Any) -> Any:
+    return _each_feature(args)
+
+
+def _backward(module: nn.Module, of_input: Any, of_output: Any) -> Any:
+    return _each_feature(of_input)
+
+
+KINDS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "hooks": ("register_forward_hook", _after),
+    "pre_hooks": ("register_forward_pre_hook", _before),
+    "backward_hooks": ("register_full_backward_hook", _backward),
+}
+
+
+def _hooked(model: Any, names: list[str], kind: str) -> Any:
+    register, hook = KINDS[kind]
     for name in names:
-        model.get_submodule(name).register_forward_hook(_feature)
+        getattr(model.get_submodule(name), register)(hook)
     return model
 
 
-def _accepted(model: Any) -> list[str]:
-    """The modules of which a rank has a part or another class, and whose hooks ``parallelize`` takes: of layers alike
-    those of the first."""
+def _accepted(model: Any, kind: str) -> list[str]:
+    """The modules whose hooks ``parallelize`` takes: of layers alike those of the first."""
+    first = {re.sub(r"\d+", "*", name): name for name, _ in reversed([*model.named_modules()]) if name}
 
     def rank(ctx: tpcore.ParallelContext) -> list[str]:
-        sharded = dict(cut(model).named_modules())
-        parts = {n for n, m in sharded.items() if any(sharding(p) for p in m.parameters(recurse=False))}
-        names = [n for n, m in model.named_modules() if n and (n in parts or type(sharded.get(n)) is not type(m))]
-        first = {re.sub(r"\d+", "*", name): name for name in reversed(names)}
-        return [name for name in first.values() if _takes(model, name)]
+        return [name for name in first.values() if _takes(model, name, kind)]
 
     return run_ranks(TWO, rank)[0]
 
 
-def _takes(model: Any, name: str) -> bool:
-    hooked = _hooked(copy.deepcopy(model), [name])
+def _takes(model: Any, name: str, kind: str) -> bool:
+    hooked = _hooked(copy.deepcopy(model), [name], kind)
     before = [*hooked.modules()]
     try:
         tpcore.parallelize(hooked)
@@ -128,12 +145,12 @@ def _takes(model: Any, name: str) -> bool:
     return False
 
 
-def hooks(family: str, folder: Path) -> None:
-    """Those that were set on modules before ``parallelize`` see whole features after, or it refuses, and says where."""
+def attached(kind: str, family: str, folder: Path) -> None:
+    """Hooks that were set on modules before ``parallelize`` see whole features after, or it refuses, and says where."""
     given = whole(family)
     with torch.device("meta"):
         empty = type(given.model)(given.model.config)
-    _hooked(given.model, _accepted(empty))
+    _hooked(given.model, _accepted(empty, kind), kind)
 
     def run(model: Any, batch: dict[str, Tensor]) -> Found:
         output = called(model.train(), batch)
@@ -210,11 +227,12 @@ def turns(family: str, folder: Path) -> None:
     kept(given, run, sequence_parallel=True)
 
 
-LAWS = {law.__name__: law for law in (hooks, own_loss, inner_save, turns)}
+LAWS: dict[str, Callable[[str, Path], None]] = {kind: partial(attached, kind) for kind in KINDS}
+LAWS |= {law.__name__: law for law in (own_loss, inner_save, turns)}
 FEW = ("llama", "bert", "gpt2", "t5", "mixtral", "vit")
+QUICK = [(family, law) for family in FEW for law in LAWS if family != "t5" or law not in KINDS]
 
 
-@pytest.mark.parametrize("law", LAWS)
-@pytest.mark.parametrize("family", tiers(FEW, WORKING))
+@pytest.mark.parametrize(("family", "law"), tiers(QUICK, itertools.product(WORKING, LAWS)))
 def test_a_family_keeps_the_law(family: str, law: str, tmp_path: Path) -> None:
     LAWS[law](family, tmp_path)

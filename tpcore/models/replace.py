@@ -196,10 +196,25 @@ def _check_attached(model: nn.Module, cuts: list[Cut]) -> None:
         for child, module in owner.named_children():  # activations and dropouts
             if next(module.parameters(), None) is None:
                 partly[f"{name}.{child}".lstrip(".")] = module
-    for name, module in partly.items():
-        for inner, part in module.named_modules(prefix=name):
-            if is_hooked(part) or "forward" in vars(part):
-                raise ValueError(
-                    f"{inner} ({type(part).__name__}) has hooks, or a forward set on it, that would see a rank's part "
-                    f"of the features: register them on {name.rpartition('.')[0]}, or after parallelize"
-                )
+    around = [(name, *pair) for name, module in partly.items() for pair in module.named_modules(prefix=name)]
+    around += [(name, name, model.get_submodule(name)) for name in _between(cuts)]
+    for name, inner, part in around:
+        if is_hooked(part) or "forward" in vars(part):
+            raise ValueError(
+                f"{inner} ({type(part).__name__}) has hooks, or a forward set on it, that would see a rank's part "
+                f"of the features: register them on {name.rpartition('.')[0]}, or after parallelize"
+            )
+
+
+def _between(cuts: Iterable[Cut]) -> Iterator[str]:
+    """Names of modules with a column layer and without the row layer that reads it, or the reverse: what leaves or
+    enters them is a part."""
+    region: list[list[str]] = []
+    for cut in cuts:
+        if cut.style in _IN_PARTS:
+            region.append(cut.name.split("."))
+        if cut.style in (plan.ROW, plan.PACKED_ROW):
+            levels = enumerate(zip(*region, strict=False))
+            shared = next((n for n, names in levels if len(set(names)) > 1), len(region[0]))
+            yield from (".".join(path[:n]) for path in region for n in range(shared + 1, len(path)))
+            region = []

@@ -21,6 +21,11 @@ from .loading import lazy
 
 Source = TypeVar("Source", bound=Writable)
 
+_MERGED = (
+    "{} is stored with {} merged with others, which is not done one by one: model.save_pretrained(dir, "
+    "state_dict=tpcore.models.full_state_dict(model)) holds all of it in memory"
+)
+
 
 @dataclass(frozen=True)
 class Split(Generic[Source]):
@@ -56,6 +61,8 @@ def in_files(model: Any, tensors: Mapping[str, Source]) -> dict[str, Source | Sp
     for name, source in tensors.items():
         parts = _stored_as(model, {name: torch.empty(source.shape, dtype=source.dtype, device="meta")})
         for part, t in parts.items():
+            if part in stored:  # each alone would be taken for all of it
+                raise CheckpointError(_MERGED.format(type(model).__name__, name))
             stored[part] = Split(source, tuple(t.shape), t.dtype, part, values, model, name)
     return stored
 
@@ -68,11 +75,7 @@ def _stored_as(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     try:
         stored: dict[str, Tensor] = revert_weight_conversion(model, dict(tensors))
     except Exception as e:
-        raise CheckpointError(
-            f"{type(model).__name__} is stored with {next(iter(tensors))} merged with others, which is not done one by "
-            "one: model.save_pretrained(dir, state_dict=tpcore.models.full_state_dict(model)) holds all of it in "
-            f"memory: {e}"
-        ) from e
+        raise CheckpointError(f"{_MERGED.format(type(model).__name__, next(iter(tensors)))}: {e}") from e
     return stored
 
 

@@ -141,8 +141,9 @@ def _sized(config: Any, model: Any, hints: Any, heads: int, ctx: ParallelContext
             tokens = hints.max_prompt_length + hints.max_generated_length if hints else _LENGTH
             rows = hints.num_requests if hints else _ROWS
             free = int(psutil.virtual_memory().available * _SHARE) // LOCAL_WORLD_SIZE.get()
-            needed = rows * (1 + math.ceil(tokens / config.page_size))
-            config.num_blocks = max(1, min(needed, free // (config.page_size * _bytes(model, heads, step))))
+            page = config.page_size if hasattr(config, "page_size") else config.block_size  # its first name
+            needed = rows * (1 + math.ceil(tokens / page))
+            config.num_blocks = max(1, min(needed, free // (page * _bytes(model, heads, step))))
     return config
 
 

@@ -16,8 +16,8 @@ PUBLIC = {
             BackendError Block CheckpointError CollectiveMismatchError CollectiveTimeoutError ColumnParallelLinear
             LayerNorm Mesh ParallelContext ParallelEmbedding ParallelModule ParallelQKV PeerLostError PipelineModel
             PipelinedLayers RMSNorm RowParallelLinear ShardSpec Zero1 checkpoint clip_grad_norm current explain init
-            is_initialized launch lazy optimizer_step overlap_grad_reduce parallel_cross_entropy parallelize plan
-            random reduce_gradients shard_sequence shutdown trace use
+            init_weights is_initialized launch lazy optimizer_step overlap_grad_reduce parallel_cross_entropy
+            parallelize plan random reduce_gradients shard_sequence shutdown trace use
         """,
         "tpcore.comm": "Comm Transport",
         "tpcore.diagnose": "check_replicas",

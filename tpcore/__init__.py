@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from .errors import BackendError, CheckpointError, CollectiveMismatchError, CollectiveTimeoutError, PeerLostError
 from .layers import ColumnParallelLinear, LayerNorm, ParallelEmbedding, ParallelQKV, RMSNorm, RowParallelLinear
+from .layers.apply import init_weights
 from .layers.loss import parallel_cross_entropy
 from .layers.module import ParallelModule
 from .layout import Block, Mesh, ShardSpec
@@ -89,6 +90,7 @@ __all__ = [
     "current",
     "explain",
     "init",
+    "init_weights",
     "is_initialized",
     "launch",
     "lazy",

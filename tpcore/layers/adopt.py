@@ -70,6 +70,7 @@ def filled(layer: Layer, plain: nn.Module) -> Layer:
             own, vars(layer)[name] = vars(layer)[name], copy.copy(value)
             if isinstance(value, dict):
                 vars(layer)[name].update(own)
+    layer.plain_type = type(plain)
     if type(layer).sides is not ParallelModule.sides:
         see_whole(layer)
     if not any(layer.sides):

@@ -85,6 +85,7 @@ class ParallelEmbedding(ParallelModule):
     ``sparse`` on backends without sparse tensors.
     """
 
+    plain_type = nn.Embedding
     weight: Tensor
     norm_type = 2.0
     collect_output = True

@@ -46,6 +46,7 @@ def _linear_sizes(plain: nn.Module, layer: type[nn.Module]) -> tuple[int, int]:
 class ParallelLinear(QuantizableLinear):
     """Base of both layers: sizes, weight and bias, conversion from a plain module."""
 
+    plain_type: type[nn.Module] = nn.Linear
     form: ClassVar[WeightForm] = WeightForm(_linear_sizes, kaiming_uniform, uniform_bias)
     bias: Tensor | None
     skip_bias_add: bool
@@ -288,10 +289,10 @@ class ColumnParallelConv1D(ColumnParallelLinear):
     """``y_r = x @ w_r + b_r``: ``ColumnParallelLinear`` with a weight of ``[in_features, out_features]``, as GPT-2's
     ``Conv1D`` in transformers has it: initially normal with deviation 0.02, and zero. ``c_attn`` has ``blocks=3``."""
 
-    form = CONV1D
+    form, plain_type = CONV1D, nn.Module
 
 
 class RowParallelConv1D(RowParallelLinear):
     """``y = sum over ranks of x_r @ w_r, + b``: ``RowParallelLinear`` with such a weight and initial values."""
 
-    form = CONV1D
+    form, plain_type = CONV1D, nn.Module

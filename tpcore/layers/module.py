@@ -26,6 +26,8 @@ class ParallelModule(nn.Module):
     shard_specs: dict[str, ShardSpec]  # by local parameter name
     slot: Slot | None = None
     """The one coordinate of an axis at which the parameters exist, for a pipeline stage."""
+    plain_type: type[nn.Module] = nn.Module
+    """The kind of module that it stands for, and with the whole parameters would be."""
 
     def __init__(self, group: Any = None) -> None:
         super().__init__()

@@ -40,6 +40,7 @@ class LayerNorm(_Norm):
     ``sequence_parallel``: they are. It normalizes the last dims, so the tokens may be along any other dim.
     """
 
+    plain_type = nn.LayerNorm
     weight: Tensor | None
     bias: Tensor | None
 
@@ -81,6 +82,7 @@ class RMSNorm(_Norm):
     ``eps=None`` is ``torch.finfo(x.dtype).eps``, as in torch. ``sequence_parallel`` as in ``LayerNorm``.
     """
 
+    plain_type = nn.RMSNorm
     weight: Tensor
 
     def __init__(

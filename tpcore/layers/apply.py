@@ -1,0 +1,48 @@
+"""Initial values by a function of one's own for whole modules, on sharded ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from .adopt import twin
+from .module import ParallelModule
+from .sharding import sharding
+
+
+@torch.no_grad()
+def init_weights(model: nn.Module, fn: Callable[[nn.Module], object]) -> nn.Module:
+    """``model.apply(fn)``, where each rank gets its part of what ``fn`` does to whole modules; returns the model.
+
+    ``fn`` gets what ``apply`` of the unsharded model gives it, in that order: for a sharded layer a module of the kind
+    that it was made of (``nn.Linear``, ``nn.Embedding``, transformers' ``Conv1D``), with the present whole values on
+    the CPU. Every rank draws the random numbers of the unsharded model, so that the same seed gives the same values
+    at every degree. One layer's whole is in memory at a time. Collective over the ranks of the layers. ValueError for a
+    model on stages, of which a rank has not all modules: initialize it before ``parallelize``.
+    """
+    for name, p in model.named_parameters():
+        mark = sharding(p)
+        if mark is not None and mark.ctx.mesh.axes.get("pp", 1) > 1:
+            raise ValueError(
+                f"init_weights: {name} is on one of pp={mark.ctx.mesh.axes['pp']} stages, and the order of random "
+                "numbers is that of all modules: call model.apply(fn) on the whole model, before it is sharded"
+            )
+    return model.apply(lambda module: _initialized(module, fn))
+
+
+def _initialized(module: nn.Module, fn: Callable[[nn.Module], object]) -> None:
+    if not isinstance(module, ParallelModule) or not module.shard_specs:
+        fn(module)
+        return
+    whole: Any = twin(module)
+    whole.__class__ = module.plain_type
+    for name in module.shard_specs:
+        p = module.get_parameter(name)
+        whole._parameters[name] = nn.Parameter(module.sharding_of(name).whole(p), requires_grad=p.requires_grad)
+    fn(whole)
+    for name in module.shard_specs:
+        p = module.get_parameter(name)
+        p.copy_(module.part_of(name, whole.get_parameter(name)))

@@ -154,7 +154,8 @@ def test_all_families_of_experts_on_two_ranks_and_four(family: str, monkeypatch:
     kind, config = class_of(family), config_of(family)
     assert kind is not None
     kind(config)  # imports its module
-    widen(monkeypatch)
+    if family not in SINGLE:  # whose widened parts would meet float32
+        widen(monkeypatch)
     whole = Whole.of(kind, config)
     for degree in (2, 4):
         for distributed in (False, True):

@@ -158,7 +158,8 @@ class C10dTransport(Transport):
 
     def _pending(self, work: Any, out: Tensor) -> Pending:
         def wait() -> Tensor:
-            self.finish(work)
+            with torch.inference_mode(out.is_inference()):  # that of the start: torch's groups end in place
+                self.finish(work)
             return out
 
         return wait

@@ -96,7 +96,7 @@ FAMILIES = (
     ),
     # what plans of transformers leave out: norms of each head's features, and what sees whole values alone
     Family(
-        "glm4_moe phi qwen3_vl_moe_text",
+        "glm4_moe phi qwen3_vl_moe_text sarvam_moe",
         more={"layers.*.self_attn.{q,k}_{norm,layernorm}": "replicated_with_grad_allreduce"},
     ),
     Family("cohere", more={"layers.*.self_attn.{q,k}_norm": "parameter_heads"}),

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from ..comm import mappings as ops
+from ..comm.parts import plain
 
 Map = Callable[[Tensor], Tensor]
 _FACTS = frozenset(
@@ -51,7 +52,9 @@ class Logits(Tensor):
     read: Tensor | None
 
     @classmethod
-    def of(cls, part: Tensor, shape: tuple[int, ...], gather: Map, spread: Map) -> Logits:
+    def of(cls, part: Tensor, shape: tuple[int, ...], gather: Map, spread: Map) -> Tensor:
+        if type(plain(part)) is not Tensor:  # of a mode of torch's own, as without memory: they take no other class
+            return gather(part)
         logits: Logits = _Whole.apply(part, shape, spread).as_subclass(cls)
         logits.part, logits.to_whole, logits.to_part, logits.read = part, gather, spread, None
         return logits

@@ -125,8 +125,13 @@ def _asks_torch(old: nn.Embedding) -> bool:
 
     probe = copy.copy(old)
     probe.__class__ = type("Probe", (type(old), Asked), {})
+    # of one row, where all else that it has is: the table itself may have no values
+    others = [*old.buffers(), *(p for child in old.children() for p in child.parameters())]
+    near = others[0].device if others else torch.device("cpu")
+    row = nn.Parameter(torch.zeros(1, old.embedding_dim, dtype=old.weight.dtype, device=near), requires_grad=False)
+    vars(probe).update(_parameters={**old._parameters, "weight": row}, padding_idx=None)
     with torch.no_grad():
-        probe.forward(torch.zeros(1, 1, dtype=torch.int64, device=old.weight.device))
+        probe.forward(torch.zeros(1, 1, dtype=torch.int64, device=near))
     return bool(asked)
 
 

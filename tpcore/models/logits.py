@@ -53,10 +53,8 @@ class Logits(Tensor):
 
     @classmethod
     def of(cls, part: Tensor, shape: tuple[int, ...], gather: Map, spread: Map) -> Tensor:
-        if type(plain(part)) not in (
-            Tensor,
-            cls,
-        ):  # of a mode of torch's own, as without memory: they take no other class
+        # tensors of a mode of torch's own, such as those without memory, take no other class
+        if type(plain(part)) not in (Tensor, cls):
             return gather(part)
         logits: Logits = _Whole.apply(part, shape, spread).as_subclass(cls)
         logits.part, logits.to_whole, logits.to_part, logits.read = part, gather, spread, None

@@ -115,5 +115,5 @@ def _alone() -> Any:
 
 
 def _bytes(x: Tensor) -> Any:
-    """The memory of a contiguous tensor, as MPI takes it: every dtype is bytes."""
-    return x.view(-1).view(torch.uint8).numpy()
+    """The memory of a contiguous tensor, as MPI takes it: every dtype is bytes. A dim of size 1 may have any stride."""
+    return x.as_strided((x.numel(),), (1,)).view(torch.uint8).numpy()

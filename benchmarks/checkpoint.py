@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor, Shard
 import tpcore
 from tpcore import checkpoint
 from tpcore.checkpoint.read.source import CutRule
-from tpcore.checkpoint.rewrite import consolidate, reshard
+from tpcore_convert.rewrite import consolidate, reshard
 
 from .harness import TP, Contestant, Race, check_equal, conditions, peak_bytes, race, say, start, table, touch
 

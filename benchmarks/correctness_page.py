@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from tpcore.testing.verify.report import Report, Row
+from tpcore_explain.verify.report import Report, Row
 
 ABOUT = """\
 # Correctness, as measured

@@ -30,6 +30,7 @@ import transformers
 from torch import Tensor, nn
 
 import tpcore
+import tpcore_hf
 from tpcore.trace import TensorParallelModel, generate, parallel_model_load, parallel_model_save
 
 from .harness import TP, Contestant, conditions, cpu_seconds, race, table
@@ -87,7 +88,7 @@ def traced(size: Size, folder: Path, tp: int, expert_parallel: bool = False) -> 
 
     started = time.perf_counter()
     length = size.prompt + size.new
-    with tpcore.models.trace_causal_lm(cut, tp, max_length=length, prompt_lengths=(size.prompt,)) as model:
+    with tpcore_hf.trace_causal_lm(cut, tp, max_length=length, prompt_lengths=(size.prompt,)) as model:
         parallel_model_save(model, saved := folder / f"tp{tp}{'-experts' * expert_parallel}")
     print(f"traced at tp={tp} and saved in {time.perf_counter() - started:.1f} s")
     return saved

@@ -28,14 +28,14 @@ import torch
 import transformers
 
 import tpcore
-from tpcore.diagnose.plan.calibrate import calibrate, fit
-from tpcore.diagnose.plan.choice import Choice, setup_lines, step_lines
-from tpcore.diagnose.plan.machine import Machine
-from tpcore.diagnose.plan.predict import Prediction, predict
-from tpcore.diagnose.plan.reduced import Reduced, Ways
 from tpcore.log import quiet
 from tpcore.processes.launch import launch
 from tpcore.runtime.memory import keep_freed_memory
+from tpcore_plan.calibrate import calibrate, fit
+from tpcore_plan.choice import Choice, setup_lines, step_lines
+from tpcore_plan.machine import Machine
+from tpcore_plan.predict import Prediction, predict
+from tpcore_plan.reduced import Reduced, Ways
 
 from .harness import conditions, grown, resident, say
 from .plan_hosts import measured, on_hosts

@@ -21,8 +21,8 @@ from types import ModuleType
 from typing import Any
 
 import tpcore
-from tpcore.diagnose.plan.calibrate import AllReduce, between_hosts, fit
-from tpcore.diagnose.plan.machine import Machine
+from tpcore_plan.calibrate import AllReduce, between_hosts, fit
+from tpcore_plan.machine import Machine
 
 from .harness import conditions, say
 

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from tpcore.diagnose.plan.choice import Choice
-from tpcore.diagnose.plan.machine import find
-from tpcore.diagnose.plan.predict import predict
-from tpcore.diagnose.plan.reduced import Reduced, Ways
+from tpcore_plan.choice import Choice
+from tpcore_plan.machine import find
+from tpcore_plan.predict import predict
+from tpcore_plan.reduced import Reduced, Ways
 
 from .harness import say
 

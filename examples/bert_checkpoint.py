@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import BertForPreTraining
 
-from tpcore.nxd import parallel_layers
+from tpcore_nxd import parallel_layers
 
 PREFIX = "checkpoint_"
 

@@ -29,9 +29,9 @@ from torch import Tensor
 from transformers import BertConfig, BertForPreTraining
 from transformers.utils.logging import disable_progress_bar
 
-from tpcore.checkpoint.rewrite import consolidate
-from tpcore.nxd import parallel_layers
 from tpcore.trace import parallel_model_load, parallel_model_save, parallel_model_trace
+from tpcore_convert.rewrite import consolidate
+from tpcore_nxd import parallel_layers
 
 SHOWN = 3  # words for each mask
 # Of the largest difference of any logit, which are about 10 in size: sums over two ranks round differently.

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertModel
 from transformers.utils.logging import disable_progress_bar
 
-from tpcore.nxd import parallel_layers
 from tpcore.trace import parallel_model_load, parallel_model_save, parallel_model_trace
+from tpcore_nxd import parallel_layers
 
 SENTENCES = [
     "A man is playing a guitar on the stage.",

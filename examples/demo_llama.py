@@ -114,11 +114,11 @@ def cut(folder: Path) -> Any:
 
 def serve(folder: Path, traced: Path, prompt: list[int], count: int) -> list[int]:
     """Greedy tokens of the model traced at tp=2 and loaded again, as they come: no transformers in it."""
-    import tpcore
+    import tpcore_hf
     from tpcore.trace import generate, parallel_model_load, parallel_model_save
 
     lengths: dict[str, Any] = {"max_length": SIZES["max_position_embeddings"], "prompt_lengths": (8,)}
-    with tpcore.models.trace_causal_lm(partial(cut, folder.absolute()), TP, **lengths) as model:
+    with tpcore_hf.trace_causal_lm(partial(cut, folder.absolute()), TP, **lengths) as model:
         parallel_model_save(model, traced)
     with parallel_model_load(traced) as model:
         start = time.perf_counter()

@@ -20,8 +20,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 import tpcore
-from tpcore.integrations.peft import get_peft_model
+import tpcore_hf
 from tpcore.trace import generate, parallel_model_load, parallel_model_save
+from tpcore_hf.peft import get_peft_model
 
 TP, LENGTH, NEW = 2, 64, 16
 FACTS = {  # of an island that is on no map, so that no model has read of it
@@ -128,7 +129,7 @@ def merged(folder: Path, adapters: Path, out: Path) -> Path:
 def serve(folder: Path, traced: Path) -> dict[str, str]:
     """The answers of the merged model, traced and served at tp=2, without transformers in the ranks."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    with tpcore.models.trace_causal_lm(
+    with tpcore_hf.trace_causal_lm(
         partial(sharded, folder.absolute()), TP, max_length=LENGTH, prompt_lengths=(32,)
     ) as program:
         parallel_model_save(program, traced)

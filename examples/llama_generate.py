@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 import tpcore
+import tpcore_hf
 from tpcore.trace import generate, parallel_model_load, parallel_model_save
 
 VOCABULARY, MAX_LENGTH = 1024, 192
@@ -98,7 +99,7 @@ def serve(folder: Path, traced: Path, tp: int) -> None:
             model = AutoModelForCausalLM.from_pretrained(folder)
         return tpcore.parallelize(model)
 
-    with tpcore.models.trace_causal_lm(cut, tp, max_length=MAX_LENGTH, prompt_lengths=PROMPT_LENGTHS) as model:
+    with tpcore_hf.trace_causal_lm(cut, tp, max_length=MAX_LENGTH, prompt_lengths=PROMPT_LENGTHS) as model:
         parallel_model_save(model, traced)
 
 

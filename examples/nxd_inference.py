@@ -19,8 +19,8 @@ from torch import Tensor
 from transformers import BertConfig, BertForSequenceClassification, BertTokenizer
 from transformers.models.bert.modeling_bert import BertSelfAttention, BertSelfOutput
 
-import tpcore.nxd as neuronx_distributed
-from tpcore.nxd.parallel_layers import layers, parallel_state
+import tpcore_nxd as neuronx_distributed
+from tpcore_nxd.parallel_layers import layers, parallel_state
 
 SENTENCES = [
     "The library is closed on public holidays.",

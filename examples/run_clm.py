@@ -20,7 +20,7 @@ from bert_tokens import SEP, cached_tokenizer, encode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, set_seed
 
 import tpcore
-from tpcore.integrations.optimum_neuron import (
+from tpcore_nxd.optimum_neuron import (
     NeuronHfArgumentParser,
     NeuronTrainer,
     NeuronTrainingArguments,

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tpcore_cpu_gloo import GlooBackend
 
 from tpcore.comm.transport import Transport
 from tpcore.errors import BackendError, PeerLostError
 from tpcore.runtime.context import ParallelContext
+from tpcore_cpu_gloo import GlooBackend
 
 
 def _raise() -> None:

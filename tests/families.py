@@ -22,8 +22,8 @@ from torch import Tensor, nn
 import tpcore
 from tpcore import Mesh
 from tpcore.layers.sharding import sharding
-from tpcore.models.families import KINDS
 from tpcore.testing import run_ranks
+from tpcore_hf.plan.families import KINDS
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from tpcore_cuda import CudaBackend, CudaOverGloo
 
 from tpcore.c10d.transport import C10dTransport
+from tpcore_cuda import CudaBackend, CudaOverGloo
 
 
 class NotRead(C10dTransport):

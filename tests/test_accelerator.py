@@ -1,4 +1,4 @@
-"""``tpcore.integrations.accelerate.Accelerator``: a loop of one's own, as accelerate's in one process."""
+"""``tpcore_hf.accelerate.Accelerator``: a loop of one's own, as accelerate's in one process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainers import BOTH, CONTEXT, TP, examples, model
 
 import tpcore
 from tpcore import Mesh
-from tpcore.integrations.accelerate import Accelerator
+from tpcore_hf.accelerate import Accelerator
 
 CONTEXT_TP = Mesh({"pp": 1, "dp": 1, "cp": 2, "tp": 2})
 FOUR = Mesh({"pp": 1, "dp": 1, "tp": 4})

@@ -19,8 +19,8 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import tpcore
 from tpcore import Mesh
-from tpcore.integrations.peft import get_peft_model
 from tpcore.testing import run_ranks
+from tpcore_hf.peft import get_peft_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 ROUNDS = 1e-6  # norms and routers of transformers compute in float32

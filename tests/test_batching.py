@@ -13,8 +13,8 @@ from worlds import each_rank
 
 import tpcore
 from tpcore.layout.mesh import Mesh
-from tpcore.models.generation import _LENGTH, _ROWS, _local_heads, _sized
 from tpcore.testing import run_ranks
+from tpcore_hf.generate.alike import _LENGTH, _ROWS, _local_heads, _sized
 
 pytestmark = [
     pytest.mark.processes,

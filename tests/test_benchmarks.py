@@ -16,7 +16,7 @@ import pytest
 from tiers import tiers
 
 from benchmarks.__main__ import TINY
-from tpcore.diagnose.plan.machine import Machine, find
+from tpcore_plan.machine import Machine, find
 
 ROOT = Path(__file__).parent.parent
 pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.usefixtures("default_checks")]

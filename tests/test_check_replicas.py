@@ -13,7 +13,7 @@ from worlds import each_rank
 
 import tpcore
 from tpcore import ParallelContext, Zero1
-from tpcore.diagnose import check_replicas
+from tpcore_explain import check_replicas
 
 Found = tuple[nn.Module, Any, Any]
 """What ``check_replicas`` takes: a model, an optimizer, a batch."""

@@ -24,13 +24,13 @@ from worlds import each_rank
 
 import tpcore
 from tpcore.checkpoint import load, save, stored
-from tpcore.checkpoint.rewrite import consolidate, reshard
 from tpcore.errors import CheckpointError
 from tpcore.layout.mesh import Mesh
 from tpcore.layout.shard import ShardSpec
-from tpcore.nxd.parallel_layers import checkpointing as nxd
 from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
+from tpcore_convert.rewrite import consolidate, reshard
+from tpcore_nxd.parallel_layers import checkpointing as nxd
 
 pytestmark = pytest.mark.usefixtures("no_fsync")
 

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 import tpcore
 from tpcore.checkpoint import load, save, wait
-from tpcore.checkpoint.rewrite import reshard
 from tpcore.errors import CheckpointError
 from tpcore.layout.mesh import Mesh
 from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
+from tpcore_convert.rewrite import reshard
 
 pytestmark = pytest.mark.usefixtures("no_fsync")
 

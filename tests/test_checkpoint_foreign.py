@@ -26,15 +26,15 @@ from tpcore.checkpoint import load
 from tpcore.checkpoint.forms import registry
 from tpcore.checkpoint.forms.rank_files import RankFiles, even_cut, grid
 from tpcore.checkpoint.forms.source import Cuts, Fill, Form, Reading, Source, Stage, State
-from tpcore.checkpoint.inspect import diff, inspect, verify
 from tpcore.checkpoint.read.source import part, read_shards
-from tpcore.checkpoint.rewrite import consolidate, convert, reshard
 from tpcore.checkpoint.stored import MemoryShard, Stored
 from tpcore.errors import CheckpointError
 from tpcore.layout.mesh import Mesh
 from tpcore.layout.shard import Block, ShardSpec
 from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
+from tpcore_convert.inspect import diff, inspect, verify
+from tpcore_convert.rewrite import consolidate, convert, reshard
 
 TP = 2
 old_torch = pytest.mark.filterwarnings("ignore:.*is a pickle.*:UserWarning")

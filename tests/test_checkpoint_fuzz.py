@@ -18,12 +18,12 @@ from torch import nn
 
 import tpcore
 from tpcore.checkpoint import load, save
-from tpcore.checkpoint.inspect import verify
 from tpcore.checkpoint.read.source import CutRule
-from tpcore.checkpoint.rewrite import consolidate
 from tpcore.errors import CheckpointError
 from tpcore.layout.mesh import Mesh
 from tpcore.testing import run_ranks
+from tpcore_convert.inspect import verify
+from tpcore_convert.rewrite import consolidate
 
 pytestmark = [
     pytest.mark.timeout(60),

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 import tpcore
 from tpcore import CheckpointError, Mesh, ParallelContext
 from tpcore.checkpoint import load
-from tpcore.checkpoint.inspect import inspect
-from tpcore.checkpoint.rewrite import consolidate, convert
 from tpcore.testing import run_ranks
+from tpcore_convert.inspect import inspect
+from tpcore_convert.rewrite import consolidate, convert
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is a pickle.*:UserWarning")
 TP, PP, LAYERS, WIDTH, VOCAB = 4, 2, 4, 5, 8

@@ -23,13 +23,13 @@ from torch import nn
 import tpcore
 from tpcore.checkpoint import load
 from tpcore.checkpoint.read.source import CutRule, read_shards
-from tpcore.checkpoint.rewrite import consolidate, reshard
 from tpcore.checkpoint.storage import tensorfile
 from tpcore.checkpoint.storage.tensorfile import TensorFile
 from tpcore.errors import CheckpointError
 from tpcore.layout.mesh import Mesh
 from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
+from tpcore_convert.rewrite import consolidate, reshard
 
 pytestmark = [pytest.mark.usefixtures("no_fsync"), pytest.mark.filterwarnings("ignore:.*is a pickle.*:UserWarning")]
 

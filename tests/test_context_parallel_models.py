@@ -24,12 +24,13 @@ from transformers.integrations.neftune import neftune_post_forward_hook
 from worlds import each_rank
 
 import tpcore
+import tpcore_hf
 from tpcore import Mesh
 from tpcore.layers.tokens import TokenOrder
-from tpcore.models.context import FAMILIES
 from tpcore.runtime.consensus import raising
 from tpcore.runtime.context import use
 from tpcore.testing import run_ranks
+from tpcore_hf.sequence.context_parallel import FAMILIES
 
 EXACT = 1e-12  # float64, in which the order of sums is all that differs
 CP2, CP4, CP2_TP2 = ({"dp": 1, "cp": 2, "tp": 1}, {"dp": 1, "cp": 4, "tp": 1}, {"dp": 1, "cp": 2, "tp": 2})
@@ -337,7 +338,7 @@ def test_the_seats_of_experts_are_for_whole_sequences(
 
     def stepped(ctx: tpcore.ParallelContext, **options: Any) -> tuple[Any, float, list[float]]:
         model: Any = tpcore.parallelize(made(routed), capacity_factor=factor, **options)
-        load = tpcore.models.ExpertLoad(model)
+        load = tpcore_hf.ExpertLoad(model)
         loss = model(**parts[ctx.index(ctx.batch)]).loss
         loss.backward()
         return model, float(loss.detach()), [layer.dropped for layer in load.read().values()]

@@ -18,8 +18,8 @@ from tpcore import Mesh
 from tpcore.cli.app import app
 from tpcore.layers import context_parallel, ring
 from tpcore.layers.context_parallel import ContextParallelAttention, Way
-from tpcore.models.context import AttentionSizes
 from tpcore.testing import run_ranks
+from tpcore_hf.sequence.context_parallel import AttentionSizes
 
 HEADS, HEAD_DIM, LAYERS = 8, 4, 2
 WAYS = get_args(Way)

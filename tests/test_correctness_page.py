@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.correctness_page import page
-from tpcore.testing.verify.report import Report
+from tpcore_explain.verify.report import Report
 
 DOCS = Path(__file__).parents[1] / "docs"
 STORED = sorted((DOCS / "verified").glob("*.json"))

@@ -14,9 +14,9 @@ from tokenizers import Tokenizer
 from transformers import BertForPreTraining
 
 from tpcore import Mesh
-from tpcore.nxd import parallel_layers
 from tpcore.settings import CHECK
 from tpcore.testing import run_ranks
+from tpcore_nxd import parallel_layers
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 

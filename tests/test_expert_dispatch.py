@@ -22,14 +22,15 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 import tpcore
+import tpcore_hf
 from tpcore import Mesh
 from tpcore.backend.grouped import grouped_matmul
 from tpcore.comm import Transport
 from tpcore.layout import Group
-from tpcore.models.dispatch import Dispatch, has_known_form, put, seated, taken, with_capacity
-from tpcore.models.experts import ShardedExperts
 from tpcore.testing import run_ranks
 from tpcore.testing.threads import ThreadBackend
+from tpcore_hf.experts.dispatch import Dispatch, has_known_form, put, seated, taken, with_capacity
+from tpcore_hf.experts.layers import ShardedExperts
 
 EP2, EP4 = {"dp": 1, "ep": 2, "tp": 1}, {"dp": 1, "ep": 4, "tp": 1}
 MESHES = {"ep 2": (EP2, {}), "ep 4": (EP4, {}), "ep 2 x tp 2": (EP_TP, {}), "ep 2 x tp 2, experts": (EP_TP, WHOLE)}
@@ -133,7 +134,7 @@ def test_what_is_dropped_is_left_out_and_counted(mesh: str, factor: float) -> No
 
     def rank(ctx: tpcore.ParallelContext) -> float:
         model = tpcore.parallelize(large(), **options, capacity_factor=factor)
-        layer, load, at = layer_of(model), tpcore.models.ExpertLoad(model), ctx.index(ctx.batch)
+        layer, load, at = layer_of(model), tpcore_hf.ExpertLoad(model), ctx.index(ctx.batch)
         torch.testing.assert_close(outcome(layer, given[at]), outcome(whole, given[at], mask=kept[at]), **SAME)
         assert ep == 1 or str(layer.route).startswith("all_to_all" if exchanged else "gathered")
         (told,) = load.read().values()

@@ -24,8 +24,8 @@ import tpcore
 from tpcore import Mesh
 from tpcore.checkpoint.storage.tensorfile import FileTensor
 from tpcore.checkpoint.stored import MemoryShard
-from tpcore.models.weights import views
 from tpcore.testing import run_ranks
+from tpcore_hf.load.weights import views
 
 MESHES = {
     "tp 2": ({"tp": 2}, FEATURES),

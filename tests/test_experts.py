@@ -18,6 +18,7 @@ from tiers import tiers
 from torch import Tensor
 
 import tpcore
+import tpcore_hf
 from tpcore import Mesh
 from tpcore.testing import run_ranks
 
@@ -213,7 +214,7 @@ def test_a_checkpoint_opens_however_experts_are_sharded(saved: str, tmp_path: Pa
         optimizer.zero_grad()
         model(**batch).loss.backward()
         tpcore.optimizer_step(optimizer, max_norm=0.5)
-        return {key: t.clone() for key, t in tpcore.models.full_state_dict(model).items()}
+        return {key: t.clone() for key, t in tpcore_hf.full_state_dict(model).items()}
 
     def states(options: dict[str, Any], zero1: bool, loads: bool) -> tuple[dict[str, Tensor], ...]:
         """Before and after the second step."""
@@ -224,7 +225,7 @@ def test_a_checkpoint_opens_however_experts_are_sharded(saved: str, tmp_path: Pa
         else:
             stepped(model, optimizer)
             tpcore.checkpoint.save({"model": model.state_dict(), "optimizer": optimizer}, path)
-        before = {key: t.clone() for key, t in tpcore.models.full_state_dict(model).items()}
+        before = {key: t.clone() for key, t in tpcore_hf.full_state_dict(model).items()}
         return before, stepped(model, optimizer)
 
     at, (axes, options) = list(SAVED).index(saved), SAVED[saved]
@@ -259,7 +260,7 @@ def test_the_load_of_experts_is_that_of_all_data_ranks(options: dict[str, Any]) 
         model: Any = hf.double(mixtral)
         if ctx.comm("tp").size > 1:
             tpcore.parallelize(model, **options)
-        load = tpcore.models.ExpertLoad(model)
+        load = tpcore_hf.ExpertLoad(model)
         for _ in range(2):
             model(**step[ctx.coord("dp")])
         found = load.read()
@@ -292,7 +293,7 @@ def test_the_load_of_stages_is_that_of_each_microbatch_once(axes: dict[str, int]
     def rank(ctx: tpcore.ParallelContext) -> None:
         model: Any = tpcore.parallelize(hf.double(mixtral).train(), num_microbatches=2)
         run = tpcore.PipelineModel(model, 2).run_train if engine else lambda **b: model(**b).loss.backward()
-        load = tpcore.models.ExpertLoad(model)
+        load = tpcore_hf.ExpertLoad(model)
         if ctx.coord("dp") == 0:
             run(**batch)
         if not engine and ctx.coord("dp") == 0:
@@ -308,7 +309,7 @@ def test_the_load_of_stages_is_that_of_each_microbatch_once(axes: dict[str, int]
 
 def test_a_model_without_experts_has_no_load() -> None:
     with pytest.raises(ValueError, match="LlamaForCausalLM has no layer of experts"):
-        run_ranks(Mesh({"tp": 1}), lambda ctx: tpcore.models.ExpertLoad(hf.llama()))
+        run_ranks(Mesh({"tp": 1}), lambda ctx: tpcore_hf.ExpertLoad(hf.llama()))
 
 
 def test_recomputed_layers_of_experts_have_the_same_tokens() -> None:

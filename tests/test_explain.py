@@ -23,13 +23,14 @@ from torch.utils.checkpoint import checkpoint
 from typer.testing import CliRunner
 
 import tpcore
+import tpcore_explain.explain
 from tpcore import ColumnParallelLinear, Mesh, ParallelEmbedding, RowParallelLinear
 from tpcore.cli.app import app
 from tpcore.comm import mappings as ops
-from tpcore.diagnose.explain import target
-from tpcore.diagnose.summary import kinds, pattern, size
 from tpcore.testing import ThreadBackend, run_ranks
 from tpcore.testing.threads import ThreadTransport
+from tpcore_explain import target
+from tpcore_explain.summary import kinds, pattern, size
 
 ROOT = Path(__file__).parents[1]
 HERE = Path(__file__).name
@@ -137,7 +138,7 @@ def seen_in_threads(
     return [(logs[r], held[r]) for r in range(mesh.size)]
 
 
-def assert_told(found: tpcore.diagnose.explain.Explanation, seen: list[tuple[list[Any], list[Any]]]) -> None:
+def assert_told(found: tpcore_explain.explain.Explanation, seen: list[tuple[list[Any], list[Any]]]) -> None:
     assert found.disagreement is None
     assert found.ranks == tuple(range(len(seen)))
     for rank, (calls, held) in enumerate(seen):

@@ -25,7 +25,7 @@ from families import (
 )
 from tiers import tiers
 
-from tpcore.models.families import KINDS
+from tpcore_hf.plan.families import KINDS
 
 MADE_WITH = re.search(r"transformers (\d+\.\d+\.\d+)", PAGE_FILE.read_text())[1]  # type: ignore[index]
 WORKING, REFUSED, PARTS_THERE = map(on_the_page, ("Work", "Refused", "Parts of models"))

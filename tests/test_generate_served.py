@@ -16,12 +16,13 @@ from hf import GPT2, T5, TINY, llama, mixtral, phi3
 from torch import Tensor, nn
 
 import tpcore
+import tpcore_hf
 from tpcore import Mesh
-from tpcore.models.arguments import cache_argument
-from tpcore.models.cached import CachedModel
 from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
 from tpcore.trace import TensorParallelModel, generate, generate_each, parallel_model_load, parallel_model_save
+from tpcore_hf.generate.cached import CachedModel
+from tpcore_hf.plan.arguments import cache_argument
 
 PROMPTS = [[5, 17, 9, 40, 41, 3, 77, 8, 23, 50, 51, 4], [30, 31, 60]]
 LENGTH = 32
@@ -56,7 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             model = transformers.AutoModelForCausalLM.from_pretrained(where / "whole")
         return tpcore.parallelize(model)
 
-    with tpcore.models.trace_causal_lm(
+    with tpcore_hf.trace_causal_lm(
         cut, 2, max_length=LENGTH, prompt_lengths=(5,), batch_size=2, backend="cpu_gloo"
     ) as model:
         parallel_model_save(model, where / "traced")
@@ -331,7 +332,7 @@ def _experts() -> Any:
 )
 def test_a_model_of_experts_is_traced_and_served(options: dict[str, Any], tmp_path: Path) -> None:
     lengths: dict[str, Any] = {"max_length": LENGTH, "prompt_lengths": (8,), "backend": "cpu_gloo"}
-    with tpcore.models.trace_causal_lm(lambda: tpcore.parallelize(_experts(), **options), 2, **lengths) as model:
+    with tpcore_hf.trace_causal_lm(lambda: tpcore.parallelize(_experts(), **options), 2, **lengths) as model:
         parallel_model_save(model, tmp_path / "traced")
 
     def alone(ctx: tpcore.ParallelContext) -> list[int]:

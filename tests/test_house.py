@@ -9,13 +9,13 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-FILES = sorted([*(ROOT / "tpcore").rglob("*.py"), *(ROOT / "backends").rglob("*.py")])
+FILES = sorted(path for folder in ("tpcore", "backends", "extensions") for path in (ROOT / folder).rglob("*.py"))
 LINES, BODY = 300, 40
 
 
 def module_of(path: Path) -> str:
     parts = path.relative_to(ROOT).with_suffix("").parts
-    parts = parts[2:] if parts[0] == "backends" else parts
+    parts = parts if parts[0] == "tpcore" else parts[2:]
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
@@ -45,23 +45,12 @@ def _absolute(module: str, node: ast.ImportFrom) -> str:
 
 
 ROOMS = (
-    *(
-        "log",
-        "extras",
-        "errors",
-        "settings",
-        "layout",
-        "comm",
-        "backend",
-        "runtime",
-        "c10d",
-        "layers",
-        "train",
-        "checkpoint",
-    ),
-    *("processes", "trace", "models", "diagnose", "testing", "integrations", "nxd", "cli", "__main__"),
+    "log extras errors settings layout comm backend runtime c10d layers train checkpoint processes trace testing cli"
 )
+ROOMS = (*ROOMS.split(), "__main__")
 """A room imports only rooms before it."""
+EXTENSIONS = tuple(f"tpcore_{name}" for name in ("convert", "hf", "explain", "plan", "serve", "nxd"))
+"""An extension imports only extensions before it; its command, which nothing imports but a hook, any."""
 
 
 def room_of(module: str) -> str:
@@ -73,7 +62,7 @@ def test_a_class_name_means_one_thing() -> None:
     for module, tree in TREES.items():
         for node in tree.body:
             # NxD's names are its own: a subclass there has the name of the layer that it dresses
-            if isinstance(node, ast.ClassDef) and not module.startswith("tpcore.nxd"):
+            if isinstance(node, ast.ClassDef) and not module.startswith("tpcore_nxd"):
                 found[node.name].append(module)
     twice = {name: modules for name, modules in found.items() if len(modules) > 1}
     assert not twice
@@ -120,21 +109,46 @@ def test_nothing_lies_loose_at_the_root() -> None:
     assert {room_of(m) for m in TREES if m.startswith("tpcore.")} == set(ROOMS)
 
 
-def test_the_core_imports_no_backend_and_the_product_no_tests() -> None:
+def test_the_core_imports_nothing_beside_it_and_the_product_no_tests() -> None:
     wrong = []
     for module in TREES:
         for to, name in imports(module):
-            if module.startswith("tpcore.") and to.startswith(("tpcore_cpu_gloo", "tpcore_cuda", "tpcore_neuron")):
+            if module.startswith("tpcore.") and to.startswith("tpcore_"):
                 wrong.append(f"{module} imports {to} {name}")
             replicas = module.startswith(("tpcore_neuron.testing", "tpcore_neuron.replicas"))
-            testing = replicas or module.startswith(("tpcore.testing", "tpcore.cli.verify"))
+            testing = replicas or module.startswith(("tpcore.testing", "tpcore_explain.verify"))
             if to.startswith("tpcore.testing") and not testing:
                 wrong.append(f"{module} imports {to} {name}")
     assert wrong == []
 
 
-def test_the_core_names_no_backend_in_an_import_string() -> None:
-    names = [m for m, tree in TREES.items() if m.startswith("tpcore.") and "tpcore_cpu_gloo" in ast.dump(tree)]
+def test_an_extension_imports_only_extensions_before_it() -> None:
+    wrong = []
+    for module in TREES:
+        top = module.split(".")[0]
+        for to, _ in imports(module):
+            other = to.split(".")[0]
+            if top not in EXTENSIONS or other not in EXTENSIONS or module.endswith(".command"):
+                continue
+            if EXTENSIONS.index(other) > EXTENSIONS.index(top):
+                wrong.append(f"{module} imports {to}")
+    assert wrong == []
+
+
+def test_a_command_is_imported_by_the_hooks_alone() -> None:
+    doors = {(m, to) for m in TREES for to, _ in imports(m) if to.endswith(".command")}
+    assert {m.rpartition(".")[2] for m, _ in doors} == {"hooks"}
+
+
+def test_the_core_names_nothing_beside_it_in_an_import_string() -> None:
+    beside = {module.split(".")[0] for module in TREES} - {"tpcore"}
+    names = [
+        f"{module}: {node.value}"
+        for module, tree in TREES.items()
+        if module.startswith("tpcore.")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.split(".")[0] in beside
+    ]
     assert names == []
 
 
@@ -164,7 +178,7 @@ def test_no_private_name_of_another_module_is_used() -> None:
 def test_one_channel_for_messages() -> None:
     """The logger ``tpcore``; what is ``get_logger`` in NxD gives scripts loggers of their own."""
     named = [m for m, tree in TREES.items() if "'getLogger'" in ast.dump(tree)]
-    assert named == ["tpcore.log", "tpcore.nxd.utils"]
+    assert sorted(named) == ["tpcore.log", "tpcore_nxd.utils"]
 
 
 def test_the_environment_is_read_in_settings_alone() -> None:

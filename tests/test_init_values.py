@@ -19,8 +19,8 @@ from tpcore.layers.initial import initial_part
 from tpcore.layout.layout import Layout
 from tpcore.layout.mesh import Mesh
 from tpcore.layout.shard import Block, ShardSpec
-from tpcore.nxd.parallel_layers import layers
 from tpcore.runtime.context import ParallelContext
+from tpcore_nxd.parallel_layers import layers
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 FILLS: dict[str, Callable[[Tensor], object]] = {

@@ -14,8 +14,8 @@ from worlds import each_rank
 import tpcore
 from tpcore.comm import mappings as ops
 from tpcore.layout.mesh import Mesh
-from tpcore.nxd.parallel_layers import layers
 from tpcore.runtime.context import ParallelContext
+from tpcore_nxd.parallel_layers import layers
 
 LAYERS = {
     "column": "ColumnParallelLinear(8, 8)",

@@ -16,13 +16,13 @@ from torch import nn
 
 import tpcore
 from tpcore.checkpoint import load, save
-from tpcore.checkpoint.rewrite import consolidate, convert, reshard
 from tpcore.checkpoint.storage import files
 from tpcore.checkpoint.storage.publish import OwnedDirectory
 from tpcore.errors import CheckpointError
 from tpcore.layout.mesh import Mesh
 from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
+from tpcore_convert.rewrite import consolidate, convert, reshard
 
 KILLED = """
 import os, signal, sys, tempfile, time

@@ -13,8 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from tpcore.cli.app import app
-from tpcore.nxd.migrate.names import TABLES, counterpart
-from tpcore.nxd.migrate.script import Finding, Script
+from tpcore_nxd.migrate.names import TABLES, counterpart
+from tpcore_nxd.migrate.script import Finding, Script
 
 NXD_01 = """\
 import torch_xla.core.xla_model as xm
@@ -109,16 +109,16 @@ def at(findings: list[Finding], line: int) -> list[tuple[str, str | None, str]]:
 
 def test_a_script_of_the_first_release() -> None:
     script = Script(NXD_01)
-    first, _, *rest = NXD_01.replace(" neuronx_distributed", " tpcore.nxd").splitlines()
-    assert script.rewritten().splitlines() == [first, "import tpcore.nxd as neuronx_distributed", *rest]
+    first, _, *rest = NXD_01.replace(" neuronx_distributed", " tpcore_nxd").splitlines()
+    assert script.rewritten().splitlines() == [first, "import tpcore_nxd as neuronx_distributed", *rest]
     assert at(script.findings, 7)[0][1] == "nothing"
     saves = at(script.findings, 10)
-    assert {new for _, new, _ in saves} == {"tpcore.nxd.parallel_layers.checkpointing.save"}
+    assert {new for _, new, _ in saves} == {"tpcore_nxd.parallel_layers.checkpointing.save"}
     assert any("save_xser: a ValueError" in note for _, _, note in saves)
     (step,) = at(script.findings, 11)
     assert step[:2] == ("torch_xla.core.xla_model.optimizer_step", "tpcore.optimizer_step(optimizer)")
     assert "tp times too small" in step[2]
-    assert at(script.findings, 14)[0][1] == "tpcore.nxd.utils.mark_step()"
+    assert at(script.findings, 14)[0][1] == "tpcore_nxd.utils.mark_step()"
     assert at(script.findings, 9) == []  # the same call
 
 
@@ -126,13 +126,13 @@ def test_a_script_of_the_last_release() -> None:
     script = Script(NXD_18)
     text = script.rewritten()
     ast.parse(text)
-    assert text.startswith("import tpcore.nxd as nxd\nfrom tpcore.nxd.modules.qkv_linear import GQAQKV")
+    assert text.startswith("import tpcore_nxd as nxd\nfrom tpcore_nxd.modules.qkv_linear import GQAQKV")
     # what has no counterpart stays where it was, and the rest of the line moves
-    assert "from tpcore.nxd.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding as Embedding" in text
+    assert "from tpcore_nxd.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding as Embedding" in text
     assert "from neuronx_distributed.parallel_layers.layers import SPMDRank" in text
-    assert "from tpcore.nxd.kernels.flash_attn import nki_flash_attn_func" in text
+    assert "from tpcore_nxd.kernels.flash_attn import nki_flash_attn_func" in text
     assert "from neuronx_distributed.kernels.flash_attn import NKIAttnFunc" in text
-    assert "    from tpcore.nxd.trainer import initialize_parallel_model\n" in text
+    assert "    from tpcore_nxd.trainer import initialize_parallel_model\n" in text
     assert "    from neuronx_distributed.trainer import hooks\n" in text
     gone = {f.old: f.note for f in script.findings if f.new is None}
     assert "leave it out" in gone["from neuronx_distributed.parallel_layers.layers import SPMDRank"]
@@ -145,13 +145,13 @@ def test_a_script_of_the_last_release() -> None:
 def test_scripts_for_other_libraries() -> None:
     script = Script(OTHERS)
     lines = script.rewritten().splitlines()
-    home = "tpcore.integrations.optimum_neuron"
+    home = "tpcore_nxd.optimum_neuron"
     assert lines[0] == f"from {home} import NeuronTrainer, NeuronTrainingArguments"
     assert lines[1] == f"from {home} import lazy_load_for_parallelism"
     assert lines[2] == OTHERS.splitlines()[2]
     assert lines[4] == "from tpcore import ColumnParallelLinear as Column, ParallelEmbedding"
     assert lines[5].startswith(
-        "from tpcore.nxd.parallel_layers.mappings import copy_to_tensor_model_parallel_region as "
+        "from tpcore_nxd.parallel_layers.mappings import copy_to_tensor_model_parallel_region as "
     )
     text = script.rewritten()
     assert "from tpcore import parallel_cross_entropy as vocab_parallel_cross_entropy" in text
@@ -168,19 +168,14 @@ def test_scripts_for_other_libraries() -> None:
     ("line", "rewritten", "use", "findings"),
     [
         # one module here has all of its names, as they are
-        ("from megatron.core import parallel_state as ps", "from tpcore.nxd import parallel_state as ps", "ps.rmsg", 1),
-        ("from megatron.core import mpu", "from tpcore.nxd import parallel_state as mpu", "mpu.rmsg()", 1),
-        ("import megatron.core.mpu as m", "import tpcore.nxd.parallel_state as m", "m.get_data_parallel_rank()", 1),
-        ("import optimum.neuron as on", "import tpcore.integrations.optimum_neuron as on", "on.NeuronTrainer", 1),
+        ("from megatron.core import parallel_state as ps", "from tpcore_nxd import parallel_state as ps", "ps.rmsg", 1),
+        ("from megatron.core import mpu", "from tpcore_nxd import parallel_state as mpu", "mpu.rmsg()", 1),
+        ("import megatron.core.mpu as m", "import tpcore_nxd.parallel_state as m", "m.get_data_parallel_rank()", 1),
+        ("import optimum.neuron as on", "import tpcore_nxd.optimum_neuron as on", "on.NeuronTrainer", 1),
         ("from optimum import neuron", "from tpcore.integrations import optimum_neuron as neuron", "neuron", 1),
         # but a name that is not there is listed, and one that is elsewhere
-        ("from megatron.core import mpu", "from tpcore.nxd import parallel_state as mpu", "mpu.get_cuda_rng()", 2),
-        (
-            "import optimum.neuron as on",
-            "import tpcore.integrations.optimum_neuron as on",
-            "on.trainers.NeuronTrainer",
-            2,
-        ),
+        ("from megatron.core import mpu", "from tpcore_nxd import parallel_state as mpu", "mpu.get_cuda_rng()", 2),
+        ("import optimum.neuron as on", "import tpcore_nxd.optimum_neuron as on", "on.trainers.NeuronTrainer", 2),
         # their names are others, or in several modules: the import stays, and each use is listed
         ("import fairscale.nn.model_parallel.initialize as fs", None, "fs.get_model_parallel_rank()", 2),
         ("from fairscale.nn.model_parallel import initialize as fs", None, "fs.initialize_model_parallel(2)", 2),
@@ -237,7 +232,7 @@ def test_scripts_for_optimum_neuron() -> None:
     """All ten names, by the modules from which scripts of several releases import them."""
     early, late = Script(OPTIMUM_EARLY), Script(OPTIMUM_LATE)
     imports = [line for line in early.rewritten().splitlines() if line.startswith("from ")]
-    home = "tpcore.integrations.optimum_neuron"
+    home = "tpcore_nxd.optimum_neuron"
     assert all(line.startswith(f"from {home} import ") for line in imports)
     assert [f for f in early.findings if f.new is None] == []
     assert at(early.findings, 13) == []  # a method of a class that has moved is that of the class here
@@ -259,9 +254,9 @@ def test_what_transformers_5_has_not_in_scripts_for_optimum_neuron() -> None:
     assert new.rewritten().splitlines() == [
         "from transformers import is_torch_xla_available as is_torch_tpu_available",
         "from transformers import AutoConfig",
-        "from tpcore.integrations.optimum_neuron import send_example_telemetry",
+        "from tpcore_nxd.optimum_neuron import send_example_telemetry",
         "from transformers.utils import check_min_version",
-        "from tpcore.integrations.optimum_neuron import Seq2SeqNeuronTrainer as Trainer",
+        "from tpcore_nxd.optimum_neuron import Seq2SeqNeuronTrainer as Trainer",
     ]
     assert [f.line for f in new.findings] == [1, 2, 3]
     assert not new.stays
@@ -274,13 +269,13 @@ def test_a_star_is_a_finding(module: str) -> None:
 
 def test_formatting_stays() -> None:
     odd = "# ä\r\nif 1:\r\n\tfrom   neuronx_distributed.utils  import  ( logger ,\r\n\t\tbatch_utils )  # b\r\n"
-    assert Script(odd).rewritten() == odd.replace("neuronx_distributed", "tpcore.nxd")
+    assert Script(odd).rewritten() == odd.replace("neuronx_distributed", "tpcore_nxd")
     plain = "x = 'neuronx_distributed'  # neuronx_distributed\nimport os\n"
     assert Script(plain).rewritten() == plain
     assert Script(plain).findings == []
     several = "import os, neuronx_distributed.parallel_layers.grads, sys\n"
     assert Script(several).rewritten() == (
-        "import os, tpcore.nxd as neuronx_distributed, tpcore.nxd.parallel_layers.grads, sys\n"
+        "import os, tpcore_nxd as neuronx_distributed, tpcore_nxd.parallel_layers.grads, sys\n"
     )
 
 
@@ -382,7 +377,7 @@ def test_the_report_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_rewritten_scripts_are_python(text: str, want: str) -> None:
     """Imports behind another statement, over several lines, indented by tabs, and with all ends of lines."""
-    old, new = "neuronx_distributed.parallel_layers", "tpcore.nxd.parallel_layers"
+    old, new = "neuronx_distributed.parallel_layers", "tpcore_nxd.parallel_layers"
     rewritten = Script(text.format(old=old)).rewritten()
     assert rewritten == want.format(old=old, new=new)
     ast.parse(rewritten)

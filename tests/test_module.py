@@ -18,8 +18,8 @@ from worlds import by_call, each_rank
 import tpcore
 from tpcore.layers.sharding import sharding
 from tpcore.layout.shard import ShardSpec
-from tpcore.nxd.parallel_layers import layers
 from tpcore.runtime.context import ParallelContext
+from tpcore_nxd.parallel_layers import layers
 
 
 @each_rank(dp=1, tp=2)

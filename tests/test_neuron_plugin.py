@@ -9,17 +9,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import tpcore_neuron
-from tpcore_neuron import NativeBackend, platform
-from tpcore_neuron.replicas.process import Worlds
 
 import tpcore
+import tpcore_neuron
 from tpcore.backend.interface import Capabilities
 from tpcore.backend.registry import backend_class
 from tpcore.c10d.backend import C10dBackend
 from tpcore.layout.mesh import Mesh
 from tpcore.testing import matrix
 from tpcore.testing.kit import collectives
+from tpcore_neuron import NativeBackend, platform
+from tpcore_neuron.replicas.process import Worlds
 
 PIP_LINE = "pip install 'tpcore[neuron]' --extra-index-url https://pip.repos.neuron.amazonaws.com"
 GOOD = {"torch": "2.9.1", "torch-xla": "2.9.0", "torch-neuronx": "2.9.0.2.11"}

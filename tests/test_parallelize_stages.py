@@ -129,7 +129,7 @@ def test_a_save_of_stages_that_fails_leaves_the_model_that_was_there(
     def rank(ctx: tpcore.ParallelContext) -> None:
         model: Any = tpcore.parallelize(hf.llama(), num_microbatches=2)
         model.save_pretrained(tmp_path)
-        monkeypatch.setattr("tpcore.models.whole.consolidate", full)
+        monkeypatch.setattr("tpcore_hf.load.gathered.consolidate", full)
         with pytest.raises(tpcore.CheckpointError, match="no space left"):
             model.save_pretrained(tmp_path)
 

@@ -17,8 +17,8 @@ from worlds import each_rank
 
 import tpcore
 from tpcore import Mesh
-from tpcore.models.guards import is_guarded
 from tpcore.testing import run_ranks
+from tpcore_hf.shard.refusals import is_guarded
 
 TWO = Mesh({"tp": 2})
 ROUNDS = 1e-6  # norms and routers of transformers compute in float32

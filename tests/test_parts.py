@@ -23,8 +23,8 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 import tpcore
 from tpcore import Mesh
-from tpcore.models.logits import Logits
 from tpcore.testing import run_ranks
+from tpcore_hf.shard.logits import Logits
 
 TWO = Mesh({"tp": 2})
 CONFIG = transformers.LlamaConfig(**hf.TINY, num_key_value_heads=2)

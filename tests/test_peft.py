@@ -23,13 +23,13 @@ import tpcore
 from tpcore.cli.app import app
 from tpcore.layers.sharding import sharding
 from tpcore.layout.mesh import Mesh
-from tpcore.models.whole import whole as unsharded
 from tpcore.testing import run_ranks
+from tpcore_hf.load.gathered import whole as unsharded
 
 peft = pytest.importorskip("peft")
 
-from tpcore.integrations.model_files import load_model  # noqa: E402  after the skip
-from tpcore.integrations.peft import from_pretrained, get_peft_model  # noqa: E402
+from tpcore_hf.model_files import load_model  # noqa: E402  after the skip
+from tpcore_hf.peft import from_pretrained, get_peft_model  # noqa: E402
 
 pytestmark = [
     # peft asks transformers by a name that it has given up

@@ -22,7 +22,6 @@ from worlds import each_rank
 
 import tpcore
 from tpcore import Mesh, checkpoint
-from tpcore.checkpoint.rewrite import consolidate
 from tpcore.layers.sharding import sharding
 from tpcore.layout.layout import Slot
 from tpcore.runtime.consensus import raising
@@ -30,6 +29,7 @@ from tpcore.runtime.context import ParallelContext, use
 from tpcore.testing import run_ranks
 from tpcore.train.pipeline.model import Lockstep
 from tpcore.train.pipeline.schedule import Schedule
+from tpcore_convert.rewrite import consolidate
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}  # float64 through a few layers
 

@@ -17,14 +17,14 @@ from typer.testing import CliRunner
 
 import tpcore
 from tpcore.cli.app import app
-from tpcore.diagnose.explain import explain
-from tpcore.diagnose.plan.choice import Choice, setup_lines, step_lines
-from tpcore.diagnose.plan.costs import HeldBytes
-from tpcore.diagnose.plan.machine import Link, Machine, find
-from tpcore.diagnose.plan.meter import ATTENTION
-from tpcore.diagnose.plan.predict import held_by_rank, memory_of, predict
-from tpcore.diagnose.plan.reduced import Reduced, Ways
-from tpcore.diagnose.plan.search import plan
+from tpcore_explain.explain import explain
+from tpcore_plan.choice import Choice, setup_lines, step_lines
+from tpcore_plan.costs import HeldBytes
+from tpcore_plan.machine import Link, Machine, find
+from tpcore_plan.meter import ATTENTION
+from tpcore_plan.predict import held_by_rank, memory_of, predict
+from tpcore_plan.reduced import Reduced, Ways
+from tpcore_plan.search import plan
 
 LLAMA = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "num_key_value_heads": 4}
 LLAMA |= {"vocab_size": 96, "num_hidden_layers": 4, "max_position_embeddings": 64}

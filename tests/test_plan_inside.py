@@ -14,7 +14,7 @@ import transformers
 from hf import llama
 from torch import Tensor, nn
 
-from tpcore.models.source import argument_of_calls
+from tpcore_hf.plan.inputs import argument_of_calls
 
 HIDDEN, WIDE = 32, 64
 Parts = dict[str, Callable[[], nn.Module | nn.Parameter]]

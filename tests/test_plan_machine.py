@@ -14,11 +14,11 @@ import psutil
 import pytest
 
 from benchmarks.plan_published import RUNS, Run
-from tpcore.diagnose.plan import calibrate as calibration
-from tpcore.diagnose.plan.calibrate import AllReduce, calibrate, fit
-from tpcore.diagnose.plan.machine import LINK_EFFICIENCY, MATMUL_EFFICIENCY, PUBLISHED, Machine, find
-from tpcore.diagnose.plan.simulate import JobModel, daly, forecast, goodput, goodput_formula, straggling, young
-from tpcore.diagnose.summary import save_pictures
+from tpcore_explain.summary import save_pictures
+from tpcore_plan import calibrate as calibration
+from tpcore_plan.calibrate import AllReduce, calibrate, fit
+from tpcore_plan.machine import LINK_EFFICIENCY, MATMUL_EFFICIENCY, PUBLISHED, Machine, find
+from tpcore_plan.simulate import JobModel, daly, forecast, goodput, goodput_formula, straggling, young
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

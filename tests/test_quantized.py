@@ -16,13 +16,14 @@ from transformers.utils.quantization_config import QuantizationMethod
 from worlds import each_rank
 
 import tpcore
-from tpcore.checkpoint.rewrite import consolidate
+import tpcore_hf
 from tpcore.layers import quantized
 from tpcore.layers.quantized import DTYPES, QuantizedLinear
 from tpcore.layers.sharding import sharding
 from tpcore.layout.mesh import Mesh
-from tpcore.models import quantized as quantized_model
 from tpcore.testing import run_ranks
+from tpcore_convert.rewrite import consolidate
+from tpcore_hf.shard import quantized as quantized_model
 
 # peft asks transformers by a name that it has given up
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
@@ -183,7 +184,7 @@ def test_backward_keeps_no_wide_weight() -> None:
 @pytest.mark.parametrize("how", ["before", "after"])
 def test_adapters_of_a_quantized_model_train_as_in_one_process(how: str) -> None:
     peft = pytest.importorskip("peft")
-    from tpcore.integrations.peft import get_peft_model
+    from tpcore_hf.peft import get_peft_model
 
     def adapted() -> Any:
         model, config = made(), peft.LoraConfig(r=4, target_modules="all-linear")
@@ -210,7 +211,7 @@ def test_adapters_of_a_quantized_model_train_as_in_one_process(how: str) -> None
         if sharding(trained["base_model.model.model.layers.0.mlp.up_proj.lora_B.default.weight"]) is not None:
             with pytest.raises(ValueError, match="not merged into a weight of torch"):
                 model.merge_and_unload()
-        return losses, {name: p.detach() for name, p in tpcore.models.full_state_dict(model).items() if "lora_" in name}
+        return losses, {name: p.detach() for name, p in tpcore_hf.full_state_dict(model).items() if "lora_" in name}
 
     losses, tensors = run_ranks(Mesh({"tp": 1}), rank)[0]
     assert losses[-1] < losses[0]

@@ -22,9 +22,9 @@ skip_below("serve")  # before imports that fail there
 from transformers.generation.continuous_batching import ContinuousBatchingManager  # noqa: E402
 from transformers.generation.continuous_batching.continuous_api import OutputRouter  # noqa: E402
 
-from tpcore.integrations.serving import rank  # noqa: E402
-from tpcore.integrations.serving.batches import Batches  # noqa: E402
-from tpcore.integrations.serving.server import application  # noqa: E402
+from tpcore_serve import rank  # noqa: E402
+from tpcore_serve.batches import Batches  # noqa: E402
+from tpcore_serve.server import application  # noqa: E402
 
 CALL = '{"name":"f","arguments":{"x":1}}'
 REPLIES = {

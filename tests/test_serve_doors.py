@@ -16,9 +16,9 @@ import openai
 import pytest
 from test_serve_answers import FIELDS, Run, Script, asking, served, streamed, whole
 
-from tpcore.integrations.serving import doors, rank
-from tpcore.integrations.serving.doors import LOCAL, Door
-from tpcore.integrations.serving.handlers import Chat, Completions
+from tpcore_serve import doors, rank
+from tpcore_serve.doors import LOCAL, Door
+from tpcore_serve.handlers import Chat, Completions
 
 JSON = {"content-type": "application/json"}
 

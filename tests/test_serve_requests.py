@@ -20,9 +20,9 @@ from transformers.generation.continuous_batching.requests import (
     RequestStatus,
 )
 
-from tpcore.integrations.serving.batches import Sampling, Stream, choose
-from tpcore.integrations.serving.server import _error, malformed
-from tpcore.integrations.serving.text import Text
+from tpcore_serve.batches import Sampling, Stream, choose
+from tpcore_serve.server import _error, malformed
+from tpcore_serve.text import Text
 
 skip_below("serve")
 

@@ -14,8 +14,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers.generation.continuous_batching.continuous_api import OutputRouter
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
-from tpcore.integrations.serving.batches import Stream
-from tpcore.integrations.serving.text import Text
+from tpcore_serve.batches import Stream
+from tpcore_serve.text import Text
 
 SPECIAL, END = "<s>", "<end>"
 PIECES = ["▁", "▁a", "b", "▁b", "é", "▁.", ".", "▁n", "'t", "▁'", "\n", "\ufffd", "##b", "a", ",", "▁n't", "x" * 30]

@@ -1,4 +1,4 @@
-"""``tpcore.integrations.transformers.Trainer``: as the stock Trainer in one process, on every mesh."""
+"""``tpcore_hf.trainer.Trainer``: as the stock Trainer in one process, on every mesh."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from trainers import (
 
 import tpcore
 from tpcore import Mesh
-from tpcore.integrations.transformers import Trainer, check_arguments
+from tpcore_hf.trainer import Trainer, check_arguments
 
 CONTEXT_STAGES = Mesh({"pp": 2, "dp": 1, "cp": 2, "tp": 1})
 HALF = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
@@ -151,7 +151,7 @@ def adapted(how: str) -> Any:
     """A model with adapters, added before ``parallelize``, after it, or without it."""
     import peft
 
-    from tpcore.integrations.peft import get_peft_model
+    from tpcore_hf.peft import get_peft_model
 
     base = tpcore.parallelize(model()) if how == "after" else model()
     torch.manual_seed(4)

@@ -89,7 +89,7 @@ def losses(where: Path, kind: str, adapters: bool, module: Any, whole: Any, batc
 
 
 def _on_mesh(ctx: tpcore.ParallelContext, where: Path, kind: str, adapters: bool) -> list[float]:
-    from tpcore.integrations import trl
+    from tpcore_hf import trl
 
     dp = ctx.comm("dp").size
     return losses(where, kind, adapters, trl, tpcore.parallelize, 4 // dp, zero1=dp > 1)
@@ -110,7 +110,7 @@ def _as_optimum_neuron(ctx: Any, where: Path, sizes: dict[str, Any]) -> list[flo
     """As its published scripts do: flags, a sharded model, a configuration out of the flags, and the trainer."""
     from peft import LoraConfig
 
-    from tpcore.integrations import optimum_neuron as optimum
+    from tpcore_nxd import optimum_neuron as optimum
 
     flags = ["--output_dir", str(where / "out"), "--max_steps", "4", "--logging_steps", "1", "--report_to", "none"]
     flags += ["--per_device_train_batch_size", "2", "--learning_rate", "1e-2", "--save_strategy", "no"]

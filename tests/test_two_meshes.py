@@ -11,10 +11,10 @@ from torch import nn
 from worlds import each_rank
 
 import tpcore
-from tpcore.checkpoint.inspect import verify
 from tpcore.layout.mesh import Mesh
 from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
+from tpcore_convert.inspect import verify
 
 Model = nn.Sequential
 

@@ -16,10 +16,10 @@ from typer.testing import CliRunner
 import tpcore
 from tpcore import Mesh
 from tpcore.cli.app import app
-from tpcore.models.dispatch import SendTokens, put
-from tpcore.models.experts import ShardedExperts
 from tpcore.testing import run_ranks
-from tpcore.testing.verify.model import ModelVerdict, compared, tiny_model
+from tpcore_explain.verify.model import ModelVerdict, compared, tiny_model
+from tpcore_hf.experts.dispatch import SendTokens, put
+from tpcore_hf.experts.layers import ShardedExperts
 
 GEMMA = {"layer_types": ["sliding_attention"] * 3 + ["full_attention"], "num_hidden_layers": 4}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -21,6 +21,7 @@ from tiers import tiers
 from torch import Tensor
 
 import tpcore
+import tpcore_hf
 from tpcore import Mesh
 from tpcore.testing import run_ranks
 
@@ -101,7 +102,7 @@ def test_files_of_a_release_are_read_by_parts(release: str, family: str, tmp_pat
             model, said = kind.from_pretrained(tmp_path, output_loading_info=True)
         assert said == report
         tpcore.parallelize(model)
-        full = tpcore.models.full_state_dict(model)
+        full = tpcore_hf.full_state_dict(model)
         assert full.keys() == want.keys()
         assert all(torch.equal(t, want[name]) for name, t in full.items())
         assert families.distance(output(model), expected) < 1e-4  # float32: the order of sums

@@ -12,6 +12,7 @@ import torch
 import transformers
 
 import tpcore
+import tpcore_hf
 from tpcore import Mesh
 
 TP, BOTH = Mesh({"pp": 1, "dp": 1, "tp": 2}), Mesh({"pp": 1, "dp": 2, "tp": 2})
@@ -73,13 +74,13 @@ def on_mesh(
     **options: Any,
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     """(history, the whole model's weights, none with stages). ``cut``: how, or what makes a model that is cut."""
-    from tpcore.integrations.transformers import Trainer
+    from tpcore_hf.trainer import Trainer
 
     made = cut() if callable(cut) else tpcore.parallelize(model(), **cut)
     trainer = Trainer(made, arguments(where, **options), **data(), zero1=zero1)
     trainer.train(resume_from_checkpoint=resume)
     trainer.evaluate()
-    return history(trainer), tpcore.models.full_state_dict(made) if ctx.comm("pp").size == 1 else {}
+    return history(trainer), tpcore_hf.full_state_dict(made) if ctx.comm("pp").size == 1 else {}
 
 
 def assert_same_history(got: list[dict[str, float]], want: list[dict[str, float]], **tolerance: float) -> None:

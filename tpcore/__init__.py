@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .backend.extensions import names
 from .errors import BackendError, CheckpointError, CollectiveMismatchError, CollectiveTimeoutError, PeerLostError
 from .layers import ColumnParallelLinear, LayerNorm, ParallelEmbedding, ParallelQKV, RMSNorm, RowParallelLinear
 from .layers.apply import init_weights
@@ -22,47 +23,22 @@ from .train.step import optimizer_step, overlap_grad_reduce
 from .train.zero import Zero1
 
 if TYPE_CHECKING:
+    from tpcore_explain.explain import explain
+    from tpcore_hf import lazy, parallelize, shard_sequence
+    from tpcore_plan.search import plan
+
     from . import checkpoint, trace
-    from .diagnose.explain import explain
-    from .diagnose.plan.search import plan
-    from .models import lazy, parallelize, shard_sequence
     from .processes.launch import launch
 
 
-# where an import of a path that scripts of older releases have is told the new one
-__path__.append(f"{__path__[0]}/nxd/moved")
-
-# on first use: the launcher pulls in torch's elastic agent, and few programs need all of these
-_LATER = {
-    "explain": "diagnose.explain",
-    "plan": "diagnose.plan.search",
-    "launch": "processes.launch",
-    **dict.fromkeys(("lazy", "parallelize", "shard_sequence"), "models"),
-}
-_MOVED = {
-    name: room
-    for room, names in {
-        "backend": "Backend Capabilities backends hookimpl",
-        "checkpoint": "dtensor_state_dict",
-        "comm": "Comm Transport",
-        "diagnose": "check_replicas",
-        "layers": "ColumnParallelConv1D ContextParallelAttention RowParallelConv1D move_model_to_device shard_specs "
-        "share_input",
-        "layout": "Group Layout divide",
-        "models": "ExpertLoad full_state_dict trace_causal_lm",
-        "runtime": "keep_freed_memory",
-    }.items()
-    for name in names.split()
-}
-
-
 def __getattr__(name: str) -> Any:
-    if name in ("checkpoint", "diagnose", "models", "nxd", "trace"):
+    # on first use: the launcher pulls in torch's elastic agent, and few programs need all of these
+    if name in ("checkpoint", "trace"):
         return import_module(f"{__name__}.{name}")
-    if name in _LATER:
-        return getattr(import_module(f"{__name__}.{_LATER[name]}"), name)
-    moved = f": it is tpcore.{_MOVED[name]}.{name}" if name in _MOVED else ""
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{moved}")
+    module = f"{__name__}.processes.launch" if name == "launch" else names().get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(module), name)
 
 
 __all__ = [

@@ -27,8 +27,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
-from tpcore_cuda import CudaBackend, CudaOverGloo
-from tpcore_cuda.backend import Queue
 from typer.testing import CliRunner
 
 import tpcore
@@ -40,6 +38,8 @@ from tpcore.layers import loss
 from tpcore.layout.mesh import Mesh
 from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
+from tpcore_cuda import CudaBackend, CudaOverGloo
+from tpcore_cuda.backend import Queue
 
 TP2 = Mesh({"tp": 2})
 OF_TORCH = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0"}

@@ -16,7 +16,6 @@ import pytest
 import torch
 from ends import said
 from roads import GLOO, OverRoad, each_road  # noqa: F401  a fixture
-from tpcore_cpu_gloo import GlooBackend
 
 import tpcore
 from tpcore.comm import mappings as ops
@@ -26,6 +25,7 @@ from tpcore.layers import ColumnParallelLinear
 from tpcore.layout.mesh import Mesh
 from tpcore.runtime.context import ParallelContext
 from tpcore.settings import changed
+from tpcore_cpu_gloo import GlooBackend
 
 Program = Callable[[Comm, bool], object]
 

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from rank_pool import RankPool
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from tpcore_cpu_gloo import GlooBackend
 
 import tpcore
 from tpcore.c10d.supervision.host import Identity
@@ -29,6 +28,7 @@ from tpcore.c10d.supervision.supervisor import claim, job_ids, twice
 from tpcore.errors import BackendError, CollectiveTimeoutError
 from tpcore.layout.mesh import Mesh
 from tpcore.runtime.context import ParallelContext
+from tpcore_cpu_gloo import GlooBackend
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

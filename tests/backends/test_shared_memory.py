@@ -17,8 +17,6 @@ import torch
 from ends import ENDS, STEPS, Tiny, ends_at, names, said
 from rank_pool import RankPool
 from tiers import diagonal
-from tpcore_cpu_gloo import GlooBackend, segment
-from tpcore_cpu_gloo.exchange import Announced, Exchange
 
 from tpcore.c10d.supervision.status import Verdict
 from tpcore.c10d.supervision.waiting import Waiting
@@ -28,6 +26,8 @@ from tpcore.layers import ContextParallelAttention, ring
 from tpcore.layout.mesh import Mesh
 from tpcore.processes.transfer import nameless_file
 from tpcore.runtime.context import ParallelContext
+from tpcore_cpu_gloo import GlooBackend, segment
+from tpcore_cpu_gloo.exchange import Announced, Exchange
 
 TP2, TP4 = Mesh({"tp": 2}), Mesh({"tp": 4})
 

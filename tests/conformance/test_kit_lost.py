@@ -10,13 +10,13 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
-from tpcore_cpu_gloo import GlooBackend
 
 from tpcore.comm.transport import Transport
 from tpcore.errors import CollectiveMismatchError, PeerLostError
 from tpcore.layout.mesh import Group, Mesh
 from tpcore.testing import run_ranks
 from tpcore.testing.kit.lost import Losses, lost
+from tpcore_cpu_gloo import GlooBackend
 
 # each starts jobs of three ranks: 60 processes, beside which hosts of tests/hosts look lost
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.xdist_group("kit")]

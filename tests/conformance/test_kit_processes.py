@@ -15,13 +15,13 @@ import torch
 from on_cpu import StandIn
 from rank_pool import RankPool
 from tiers import tiers
-from tpcore_cpu_gloo import GlooBackend
 
 from tpcore.backend.interface import Backend
 from tpcore.backend.registry import backend_class
 from tpcore.layout.mesh import Mesh
 from tpcore.testing.conformance import Conformance
 from tpcore.testing.kit.contract import Run
+from tpcore_cpu_gloo import GlooBackend
 
 pytestmark = [pytest.mark.xdist_group("kit"), pytest.mark.processes]
 

@@ -15,7 +15,6 @@ import pytest
 import torch
 from faults import ALL, Faults, Full, Kit, Plain, failures, first_of, found, mine, summed
 from torch import Tensor
-from tpcore_cpu_gloo import programs
 
 from tpcore.comm.comm import Comm
 from tpcore.comm.transport import Op, Pending, Transport, inverse
@@ -26,7 +25,8 @@ from tpcore.testing import run_ranks
 from tpcore.testing.kit import edges
 from tpcore.testing.kit.contract import Contract
 from tpcore.testing.threads import ThreadTransport, ThreadWorld
-from tpcore.testing.verify.report import EDGES, edge_rows
+from tpcore_cpu_gloo import programs
+from tpcore_explain.verify.report import EDGES, edge_rows
 
 HALVES, LARGE = (torch.float16, torch.bfloat16), 4096
 FAULTS = Faults()

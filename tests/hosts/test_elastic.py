@@ -13,10 +13,10 @@ import pytest
 import training
 from machines import Machine, environment
 
-from tpcore.checkpoint.inspect import verify
 from tpcore.checkpoint.manifest import newest
 from tpcore.layout.mesh import Mesh
 from tpcore.testing import run_ranks
+from tpcore_convert.inspect import verify
 
 ENDLESS = 10**6
 MESHES = [{"tp": 2}, {"tp": 1}, {"tp": 1, "pp": 2}]  # of two ranks

@@ -21,11 +21,11 @@ from network import Network, why_not
 from tiers import tiers
 
 from tpcore import checkpoint
-from tpcore.checkpoint.inspect import verify
 from tpcore.checkpoint.manifest import newest
 from tpcore.layout.mesh import Mesh
 from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
+from tpcore_convert.inspect import verify
 
 pytestmark = [
     pytest.mark.slow,

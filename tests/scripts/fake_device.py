@@ -34,8 +34,8 @@ from tpcore.comm.transport import Primitive
 from tpcore.comm.wrapper import TransportWrapper
 from tpcore.layout.mesh import Group, Mesh
 from tpcore.layout.slices import Region
-from tpcore.models import dealt
 from tpcore.runtime.context import ParallelContext
+from tpcore_hf.sequence import batch as dealt
 
 DEVICE = "gpu"
 

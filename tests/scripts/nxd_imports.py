@@ -1,4 +1,4 @@
-"""``import neuronx_distributed.a.b`` gives ``tpcore.nxd.a.b``, the same module, as after a changed import."""
+"""``import neuronx_distributed.a.b`` gives ``tpcore_nxd.a.b``, the same module, as after a changed import."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-OLD, NEW = "neuronx_distributed", "tpcore.nxd"
+OLD, NEW = "neuronx_distributed", "tpcore_nxd"
 
 
 class Renamed(importlib.abc.MetaPathFinder, importlib.abc.Loader):

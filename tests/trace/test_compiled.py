@@ -15,13 +15,13 @@ import torch
 import torch.nn.functional as F
 from rank_pool import RankPool
 from torch import Tensor
-from tpcore_cpu_gloo import compiled
-from tpcore_cpu_gloo.programs import GRAPH, load
 
 from tpcore import BackendError, Mesh, PeerLostError
 from tpcore.backend.interface import DynamicDim
 from tpcore.layers.embedding import check_ids
 from tpcore.runtime.context import ParallelContext
+from tpcore_cpu_gloo import compiled
+from tpcore_cpu_gloo.programs import GRAPH, load
 
 TP2 = Mesh({"pp": 1, "dp": 1, "tp": 2})
 

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from tpcore_cpu_gloo.graph import from_json, to_json
-from tpcore_cpu_gloo.programs import load, trace
 
 from tpcore.errors import BackendError
 from tpcore.layout.mesh import Mesh
 from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
+from tpcore_cpu_gloo.graph import from_json, to_json
+from tpcore_cpu_gloo.programs import load, trace
 
 
 class Various(nn.Module):

@@ -20,7 +20,7 @@ from models import Encoder, batch
 from torch import nn
 
 import tpcore
-import tpcore.nxd as neuronx_distributed
+import tpcore_nxd as neuronx_distributed
 from tpcore.backend.registry import backend_class
 from tpcore.errors import BackendError, PeerLostError
 from tpcore.processes.transfer import RankTraceback
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("default_checks")
 trace = neuronx_distributed.trace
 
 SCRIPT = """
-import json, torch, tpcore.nxd as neuronx_distributed
+import json, torch, tpcore_nxd as neuronx_distributed
 from torch import nn
 
 size = 8

@@ -25,7 +25,7 @@ import torch
 from models import VOCABULARY, Encoder, batch, differences, error_of
 from tiers import tiers
 
-import tpcore
+import tpcore_nxd
 from tpcore.errors import BackendError, CheckpointError, PeerLostError
 from tpcore.layout.mesh import Mesh
 from tpcore.settings import HUGE_PAGES, changed
@@ -140,7 +140,7 @@ def test_what_a_caller_does_wrong_changes_nothing(
 
 def _save_at_4(folder: Path) -> None:
     def save(ctx: Any) -> None:
-        tpcore.nxd.parallel_layers.save(Encoder(True, seed=3).state_dict(), folder)
+        tpcore_nxd.parallel_layers.save(Encoder(True, seed=3).state_dict(), folder)
 
     run_ranks(Mesh({"tp": 4}), save)
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tpcore_neuron.testing import run_replicas
-
 import tpcore
+from tpcore_neuron.testing import run_replicas
 
 
 def on_replicas(

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 from onreplicas import on_replicas
-from tpcore_neuron.testing import Program, lower, programs, run_replicas
 
 import tpcore
 from tpcore.runtime.context import ParallelContext
+from tpcore_neuron.testing import Program, lower, programs, run_replicas
 
 
 def who_am_i() -> tuple[object, ...]:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import torch
 from test_examples_pretrain import arguments, bert_pretrain, read_metrics, sentences, train
-from tpcore_neuron.testing import programs, run_replicas
 
 from tpcore import Mesh
+from tpcore_neuron.testing import programs, run_replicas
 
 STEPS = 20
 FIRST = 9  # before it is interrupted

@@ -10,11 +10,11 @@ import torch
 from nets import assert_same_parameters, cut_net, plain_net
 from onreplicas import on_replicas
 from safetensors.torch import load_file
-from tpcore_neuron import testing as replicas
 
 import tpcore
 from tpcore.checkpoint import load, save
 from tpcore.runtime.context import ParallelContext
+from tpcore_neuron import testing as replicas
 
 
 def saved(ctx: ParallelContext, folder: Path) -> None:

@@ -9,7 +9,6 @@ import pytest
 import torch
 from onreplicas import on_replicas
 from tiers import tiers
-from tpcore_neuron.testing import run_replicas
 
 from tpcore.backend.registry import load_backend
 from tpcore.layout.mesh import Mesh
@@ -17,6 +16,7 @@ from tpcore.runtime.context import ParallelContext, use
 from tpcore.testing import matrix
 from tpcore.testing.conformance import Conformance
 from tpcore.testing.kit.contract import Run
+from tpcore_neuron.testing import run_replicas
 
 
 def one_rank(axes: dict[str, int], fn: Callable[..., list[str]], args: tuple[Any, ...]) -> list[str]:

@@ -11,9 +11,9 @@ from types import ModuleType
 
 import pytest
 import torch
-from tpcore_neuron.testing import run_replicas
 
 import tpcore
+from tpcore_neuron.testing import run_replicas
 
 
 @contextmanager

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 from onreplicas import on_replicas
-from tpcore_neuron.testing import Program, lower, programs
 
 import tpcore
+import tpcore_hf
 from tpcore import Mesh
 from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
+from tpcore_neuron.testing import Program, lower, programs
 
 transformers = pytest.importorskip("transformers")
 
@@ -94,7 +95,7 @@ def steps_of_experts(ctx: ParallelContext, ways: dict[str, Any]) -> list[float]:
     """Losses of four steps, and the parts of the choices that each layer dropped."""
     model = tpcore.parallelize(make("mixtral"), **ways).train()
     tpcore.layers.move_model_to_device(model, ctx.device)
-    load, optimizer = tpcore.models.ExpertLoad(model), torch.optim.AdamW(model.parameters(), lr=1e-2)
+    load, optimizer = tpcore_hf.ExpertLoad(model), torch.optim.AdamW(model.parameters(), lr=1e-2)
     ids = torch.randint(3, 99, (4, 8), generator=torch.Generator().manual_seed(1))
     mine, found = ids.chunk(ctx.batch.size)[ctx.index(ctx.batch)].to(ctx.device), []
     for _ in range(STEPS):

@@ -6,9 +6,9 @@ import pytest
 import torch
 from onreplicas import on_replicas
 from pipelines import assert_same_gradients, batch_of, cut, plain
-from tpcore_neuron.testing import programs
 
 import tpcore
+from tpcore_neuron.testing import programs
 
 FLOAT64 = 1e-8  # XLA's exp and erf of float64 are good to about 1e-9, not to 1e-16
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from onreplicas import on_replicas
-from tpcore_neuron.testing import programs
 
 import tpcore
+import tpcore_nxd
 from tpcore.runtime.consensus import gather_bytes
 from tpcore.runtime.context import ParallelContext
+from tpcore_neuron.testing import programs
 
 
 def inputs(world: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
@@ -24,7 +25,7 @@ def library_groups(ctx: ParallelContext) -> dict[str, torch.Tensor]:
     import torch.distributed as dist
     import torch_xla.core.xla_model as xm
 
-    ps = tpcore.nxd.parallel_state
+    ps = tpcore_nxd.parallel_state
     out = {}
     for axis, group in (("tp", ps.get_tensor_model_parallel_group), ("dp", ps.get_data_parallel_group)):
         x = torch.tensor([2.0**ctx.rank]).to(ctx.device)

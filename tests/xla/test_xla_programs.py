@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from block import HIDDEN, VOCAB, Block
 from onreplicas import on_replicas
-from tpcore_neuron.testing import Program, lower, programs
 
 import tpcore
-from tpcore.nxd.parallel_layers import layers
 from tpcore.runtime.context import ParallelContext
+from tpcore_neuron.testing import Program, lower, programs
+from tpcore_nxd.parallel_layers import layers
 
 TP4, DP2 = ((0, 1, 2, 3), (4, 5, 6, 7)), ((0, 4), (1, 5), (2, 6), (3, 7))
 BATCH, LENGTH = 2, 8

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from onreplicas import on_replicas
-from tpcore_neuron.testing import programs, run_replicas
 
 import tpcore
 from tpcore.runtime.consensus import gather_bytes
 from tpcore.runtime.context import ParallelContext
+from tpcore_neuron.testing import programs, run_replicas
 
 GUIDE = Path(__file__).parents[2] / "docs/neuron.md"
 

@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tpcore_neuron.testing import Program, close, run_replicas
 from transformers import BertConfig, BertForMaskedLM
 
 import tpcore
 from tpcore.backend.interface import CompilerOptions
-from tpcore.nxd.trace import _compiled_with
 from tpcore.trace import TensorParallelModel, parallel_model_load, parallel_model_save, parallel_model_trace
 from tpcore.trace.artifact import opened, read_weights
 from tpcore.trace.make.tracing import trace_rank
 from tpcore.trace.serve.worker import Rank
+from tpcore_neuron.testing import Program, close, run_replicas
+from tpcore_nxd.trace import _compiled_with
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "trace"))

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from nets import Net, assert_same_parameters, cut_net, ids_of, loss_of, plain_net
 from onreplicas import on_replicas
-from tpcore_neuron.testing import programs
 
 import tpcore
 from tpcore import Zero1
 from tpcore.runtime.context import ParallelContext
+from tpcore_neuron.testing import programs
 
 FLOAT64 = 1e-8  # XLA's exp and erf of float64 are good to about 1e-9, not to 1e-16
 

@@ -1,18 +1,13 @@
-"""The command line's table of contents: a command is a module here and a line below; a group of them is a Typer."""
+"""The command line's table of contents: the core's commands, then those that extensions add."""
 
 from __future__ import annotations
 
 import typer
 
+from ..backend.extensions import manager
 from ..settings import __version__
-from .checkpoint import checkpoint
 from .console import echo
 from .doctor import backends, compile_ahead, doctor
-from .explain import explain_step
-from .migrate import migrate
-from .plan import plan_mesh
-from .serve import serve
-from .verify import verify
 
 app = typer.Typer(
     help="Tensor parallelism for PyTorch: inspect what is installed here.",
@@ -40,9 +35,4 @@ def options(
 app.command()(backends)
 app.command("compile")(compile_ahead)
 app.command()(doctor)
-app.command("explain")(explain_step)
-app.command()(migrate)
-app.command("plan")(plan_mesh)
-app.command()(serve)
-app.command()(verify)
-app.add_typer(checkpoint, name="checkpoint")
+manager().hook.tpcore_commands(app=app)

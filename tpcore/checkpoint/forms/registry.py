@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from contextlib import ExitStack
 
+from ...backend.extensions import manager
 from ...errors import CheckpointError
 from ..storage.files import MANIFEST, PREFIX
-from . import megatron, native, optimum, whole
-from .source import Reading, Source
+from . import native, whole
+from .source import Form, Reading, Source
 
-FORMS = (native.FORM, optimum.FORM, megatron.FORM, whole.FORM)
-"""In the order in which they are tried. A new form is a module in this folder and an entry here."""
+
+def forms() -> Iterator[Form]:
+    """In the order in which they are tried: tpcore's own, those of extensions, unsharded models."""
+    yield native.FORM
+    for added in manager().hook.tpcore_checkpoint_forms():
+        yield from added
+    yield whole.FORM
 
 
 def open_source(path: str, how: Reading, stack: ExitStack, *, sharded: bool | None = None) -> Source:
     """Open a checkpoint of any form, until ``stack`` closes. ``sharded``: only forms with this property."""
-    for form in FORMS:
+    for form in forms():
         if sharded in (None, form.sharded) and (source := form.open(path, how, stack)) is not None:
             return source
     raise CheckpointError(_unknown(path, sharded))

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 import tpcore
-from tpcore.testing.verify.report import Report, checked
+from tpcore_explain.verify.report import Report, checked
 
 from ..backend import NeuronBackend, as_on_neuron
 from ..testing import run_replicas

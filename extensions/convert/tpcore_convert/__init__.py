@@ -1,0 +1,1 @@
+"""Other libraries' checkpoints read, and checkpoints of any form examined and rewritten."""

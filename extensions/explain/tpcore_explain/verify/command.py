@@ -1,0 +1,83 @@
+"""``tpcore verify``: is this backend right on this machine?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+import typer
+
+from tpcore import settings
+from tpcore.backend.registry import load_backend
+from tpcore.cli.console import echo, show, table_of
+from tpcore.errors import BackendError
+from tpcore.processes.launch import launch
+from tpcore.runtime.init import choose_backend
+
+if TYPE_CHECKING:
+    from .model import ModelVerdict
+    from .report import Report
+
+
+def verify(
+    backend: str | None = typer.Option(None, help="A backend's name; default: the one tpcore.init chooses."),
+    tp: int = typer.Option(2, min=1, help="Size of the tensor-parallel group."),
+    save: Path | None = typer.Option(
+        None, "--json", help="Where to save the table; default: tpcore-verify-BACKEND-tpN.json here."
+    ),
+    model: Path | None = typer.Option(
+        None, help="A folder with the config.json of a transformers model: verify how that is sharded instead."
+    ),
+    sequence_parallel: bool = typer.Option(False, help="With --model: as of tpcore.parallelize."),
+    expert_parallel: bool = typer.Option(False, help="With --model: as of tpcore.parallelize."),
+    ep: int = typer.Option(1, min=1, help="With --model: ranks with other examples that share the experts."),
+    dispatch: str = typer.Option("gathered", help="With --model and --ep: as of tpcore.parallelize."),
+) -> None:
+    """Compare layers, collectives, training steps, a checkpoint and a trace with the same on one CPU.
+
+    With --model: output, loss and every gradient of a tiny copy of that model, sharded, with those of the whole.
+
+    Under torchrun every rank runs it; otherwise it starts its own. Exit status 1 if anything is wrong.
+    """
+    # here: the other commands are spared all of it
+    from .model import verify_model
+    from .report import on_rank
+
+    try:
+        load_backend(choose_backend(backend))
+    except BackendError as e:  # here once, before each rank says it
+        echo(f"tpcore verify: {e}", err=True)
+        raise typer.Exit(2) from e
+    launched, first = settings.WORLD_SIZE.is_set, not settings.WORLD_SIZE.is_set or settings.RANK.get() == 0
+    if model is not None:
+        if not (model / "config.json").is_file():
+            echo(f"tpcore verify: {model} has no config.json", err=True)
+            raise typer.Exit(2)
+        options = {"sequence_parallel": sequence_parallel, "expert_parallel": expert_parallel, "dispatch": dispatch}
+        args = (backend, tp, str(model), options, ep)
+        _tell(verify_model(*args) if launched else launch(verify_model, tp * ep, args=args)[0], first)
+    report = on_rank(backend, tp) if launched else launch(on_rank, tp, args=(backend, tp))[0]
+    if first:
+        _show(report)
+        path = save or Path(f"tpcore-verify-{report.backend}-tp{tp}.json")
+        path.write_text(report.to_json())
+        echo(f"saved as {path}")
+    raise typer.Exit(1 if report.wrong else 0)
+
+
+def _tell(verdict: ModelVerdict, first: bool) -> NoReturn:
+    if first:
+        show(*verdict.lines)
+        if verdict.refused is not None:
+            echo(f"tpcore verify: {verdict.refused}", err=True)
+        if verdict.wrong is not None:
+            echo(f"WRONG: {verdict.wrong}")
+    raise typer.Exit(2 if verdict.refused is not None else 1 if verdict.wrong is not None else 0)
+
+
+def _show(report: Report) -> None:
+    table = table_of("what", "dtype", "cases", "worst error", "allowed", "")
+    for row in report.rows:
+        figures = (f"{row.error:.1e}", f"{row.allowed:.1e}") if row.allowed else (f"{row.error:.3g}", "exact")
+        table.add_row(row.what, row.dtype, str(row.cases), *figures, "WRONG" if row.wrong else "ok")
+    show(table, *report.wrong[:20])

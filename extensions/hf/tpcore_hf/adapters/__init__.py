@@ -1,0 +1,1 @@
+"""Adapters of peft on a sharded model."""

@@ -1,0 +1,274 @@
+"""``parallelize``: decide the cuts, check the degree, replace modules, divide into stages, connect loss and tokens."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from types import MethodType
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from tpcore.comm.comm import Comm
+from tpcore.comm.signature import checked_calls
+from tpcore.layers import ColumnParallelLinear
+from tpcore.layers.adopt import shard
+from tpcore.layers.module import ParallelModule
+from tpcore.layers.sharding import sharding
+from tpcore.log import inform
+from tpcore.runtime.consensus import FirstCalls
+from tpcore.runtime.context import ParallelContext, current, use
+from tpcore.train.pipeline import find_layers
+
+from .experts.dispatch import GATHERED, Dispatch
+from .experts.layers import check_dispatch, dispatch_by
+from .generate.alike import batch_alike, generate_alike
+from .load.gathered import save_whole
+from .load.lazy import read_parts, stored_weights
+from .plan import rules as styles
+from .plan.decisions import Cut, attentions, check_inside, decide
+from .plan.heads import check_fit, gather_attentions, head_size, heads_argument, localize
+from .plan.inputs import is_own
+from .plan.model import checked_model, rules_of
+from .plan.rules import Rule, checked, rule_of, wildcard
+from .plan.stages import into_stages, number_of_stages
+from .sequence.context_parallel import context_of, cut_context
+from .sequence.sequence_parallel import check_hooks, cut_sequence
+from .shard import quantized
+from .shard.figures import count_whole
+from .shard.forwards import drop_by_rank, share_inputs
+from .shard.loss import cut_loss
+from .shard.refusals import guard, is_guarded
+from .shard.replace import replace, restored_if_refused
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def parallelize(
+    model: Model,
+    *,
+    plan: Mapping[str, Rule] | None = None,
+    sequence_parallel: bool = False,
+    expert_parallel: bool = False,
+    dispatch: str = "gathered",
+    capacity_factor: float | None = None,
+    context_parallel: str | None = None,
+    num_microbatches: int | None = None,
+    lazy_from: str | os.PathLike[str] | None = None,
+    quantize: torch.dtype | None = None,
+    ctx: ParallelContext | None = None,
+) -> Model:
+    """Cut a transformers model over the tp group, in place, by its own plan; returns the model.
+
+    Names of parameters and modules stay, tied tensors stay tied, and each Parameter stays the same object,
+    so that an optimizer made before keeps working. ``model.config`` is not changed.
+
+    ``plan``: rules that override the model's own. A rule is a style for a name of ``model.named_modules()``,
+    with ``*`` for any number of a layer or an ``expert_1``; ``"replicate"`` leaves a module whole. Instead of a style
+    it may be the blocks (``tpcore.Block``) in which a linear layer's output features are cut.
+    ``sequence_parallel``: between attention and MLP each rank keeps some of the tokens, in every forward
+    whose number of tokens tp divides. ``expert_parallel``: each tp rank has whole experts of every layer that has
+    some, instead of features of all. At ``ep`` above 1 the experts are divided among the ep ranks besides.
+    ``dispatch``: how tokens come to the experts of other ep ranks: "gathered" all, "all_to_all" those that chose one
+    there, or "auto", what sends fewer bytes. ``capacity_factor``: an expert, and a rank of an all-to-all, takes the
+    first choices up to so many times its even share; others are dropped, and ``tpcore_hf.ExpertLoad`` counts them.
+    None: no choice is dropped, and all-to-all sends as much as gathering does.
+    ``context_parallel``: how attention sees the tokens of the other cp ranks, "gather" (the default), "ulysses" or
+    "ring" (``tpcore.layers.ContextParallelAttention``), or "auto": for each length the one that sends the fewest bytes
+    of those that keep no more for backward than the rest of a layer; rank 0 says why. Every rank of cp passes the same
+    whole sequences, the model takes its tokens of them, and the loss is that of the whole batch.
+    ``num_microbatches``: required at ``pp`` above 1: the model's layers become ``tpcore.PipelinedLayers``, each stage
+    keeps its own, and stages and tp together cut the vocabulary. The optimizer has to be made afterwards.
+    ``lazy_from``: a directory of safetensors or ``.bin`` files from which each rank reads its part; default: the
+    directory of ``from_pretrained`` in ``tpcore.lazy()``. ``ctx``: default: the current context.
+    ``quantize``: ``torch.int8`` or ``torch.float8_e4m3fn``, to which the weights of linear layers, heads excepted, are
+    quantized and frozen: new Parameters ``weight`` and ``weight_scale``, of each output channel, the same at every
+    degree.
+
+    Raises ValueError before any change: for a model without a plan, a rule that matches nothing, a style that is not
+    supported, and sizes that tp does not divide (one error for all, with the degrees that fit). Collective: every rank
+    of the tp group calls it with the same model and arguments.
+    """
+    context = ctx or current()
+    if any(type(module).__module__.partition(".")[0] == "peft" for module in model.modules()):
+        options: dict[str, Any] = {"sequence_parallel": sequence_parallel, "expert_parallel": expert_parallel}
+        options |= {"dispatch": dispatch, "capacity_factor": capacity_factor}
+        options |= {"plan": plan, "context_parallel": context_parallel, "num_microbatches": num_microbatches}
+        from .adapters.sharded import aside
+
+        with aside(model) as base:
+            parallelize(base, ctx=context, lazy_from=lazy_from, quantize=quantize, **options)
+        return model
+    sending = Dispatch(dispatch, capacity_factor)
+    checked_model(model)
+    quantized.check(model, quantize, staged=num_microbatches is not None)
+    if is_guarded(model):
+        raise ValueError(f"this {type(model).__name__} is sharded already: parallelize it once, from the whole")
+    tokens = context_of(model, context, context_parallel)
+    stages = number_of_stages(context, num_microbatches)
+    with use(context), quantized.torchao_aside(model, quantize, staged=num_microbatches is not None):
+        rules, cuts = _decided(model, dict(plan or {}), expert_parallel, context, stages, sending)
+        weights = stored_weights(model, lazy_from, context)  # while the model has all names and shapes
+        with restored_if_refused(model):
+            layers, summary = _change(
+                model, rules, cuts, context, num_microbatches, sequence_parallel, sending, plan or {}
+            )
+            if tokens is not None:
+                cut_context(model, *tokens)
+        shard(filter(set(model.modules()).__contains__, layers))  # others are on another stage
+        if context.rank == 0 and layers:
+            inform(summary)
+        if weights is not None:
+            read_parts(model, weights, context, quantize)
+        elif quantize is not None:
+            for _, layer in quantized.layers_of(model):
+                quantized.quantize(model, layer, quantize)
+    return model
+
+
+def _change(
+    model: nn.Module,
+    rules: Mapping[str, Rule],
+    cuts: list[Cut],
+    context: ParallelContext,
+    num_microbatches: int | None,
+    sequence_parallel: bool,
+    sending: Dispatch,
+    user: Mapping[str, Rule],
+) -> tuple[list[ParallelModule], str]:
+    """All but the values of Parameters: the layers that will have a part, and in a line what they are."""
+    comm, stages = context.comm("tp"), number_of_stages(context, num_microbatches)
+    if sequence_parallel and comm.size > 1:
+        check_hooks(model, cuts)
+    layers = _replace(model, cuts, context, stages, user) if cuts else []
+    dispatch_by(model, sending)
+    summary = _summary(model, sending.capacity_factor)
+    cuts = into_stages(model, cuts, num_microbatches)
+    if comm.size * stages > 1 or cuts:
+        _connect(model, cuts, comm, rules, sequence_parallel)
+        experts = context.comm(*context.mesh.present(("ep",)))
+        generate_alike(model, context.comm("pp", "tp") if stages > 1 else comm, experts)
+    batch_alike(model, context)
+    return layers, summary
+
+
+def _decided(
+    model: nn.Module,
+    rules: dict[str, Rule],
+    expert_parallel: bool,
+    context: ParallelContext,
+    stages: int,
+    sending: Dispatch,
+) -> tuple[Mapping[str, Rule], list[Cut]]:
+    """The rules of the model with those that were given, and all cuts; ValueError for what does not fit."""
+    tp, ep = context.comm("tp").size, context.mesh.axes.get("ep", 1)
+    checked(rules, [name for name, _ in (*model.named_modules(), *model.named_parameters())])
+    rules = rules_of(model, rules)
+    cuts = decide(model, rules, expert_parallel, ep)
+    of_experts = [cut for cut in cuts if cut.style == styles.EXPERTS]
+    check_dispatch(type(model).__name__, {cut.name: cut.module for cut in of_experts}, sending)
+    cp, factor = context.mesh.axes.get("cp", 1), sending.capacity_factor
+    if cp > 1 and factor is not None and sending.way != GATHERED:
+        raise ValueError(
+            f"dispatch={sending.way!r} with capacity_factor={factor} over cp={cp}: seats would be for a rank's own "
+            f"tokens, not for whole sequences: pass dispatch={GATHERED!r}, or no capacity_factor"
+        )
+    if tp * stages == 1:
+        cuts = of_experts  # where steps are compiled, they are one program at tp=1 too
+    if tp > 1:
+        check_inside(model, cuts, rules)
+    check_fit(type(model).__name__, [need for cut in cuts for need in cut.needs], tp)
+    return rules, cuts
+
+
+def _replace(
+    model: nn.Module, cuts: list[Cut], context: ParallelContext, stages: int, user: Mapping[str, Rule]
+) -> list[ParallelModule]:
+    """Put parallel layers in place, and give attention modules their local number of heads."""
+    comm = context.comm("tp")
+    heads = list(attentions(model, cuts))
+    all_heads = {owner: width // (head_size(owner) or 1) for owner, width, _ in heads}
+    layers = replace(model, cuts, _groups(model, context, stages))
+    _watch(model, cuts, user, context)
+    for owner, width, projections in heads:
+        if any(cut.module is owner and cut.style == styles.HEADS_ARGUMENT for cut in cuts):
+            owner.register_forward_pre_hook(partial(heads_argument, comm, all_heads[owner]), with_kwargs=True)
+        localize(owner, comm.size, max(cut.copies(comm.size) for cut in projections), width)
+    gather_attentions(model, all_heads, comm)
+    return layers
+
+
+def _watch(model: nn.Module, cuts: list[Cut], user: Mapping[str, Rule], context: ParallelContext) -> None:
+    """Look at what follows the layers that a user's rules leave in parts: no plan of a family was compared for it."""
+    for cut in cuts:
+        layer = model.get_submodule(cut.name)
+        if isinstance(layer, ColumnParallelLinear) and rule_of(cut.name, user) is not None and context.checks is None:
+            layer.checks = FirstCalls() if checked_calls() else None
+
+
+def _connect(model: nn.Module, cuts: list[Cut], comm: Comm, rules: Mapping[str, Rule], sequence_parallel: bool) -> None:
+    """Set up what passes between the layers: tokens, shared inputs, random numbers, the loss."""
+    draws = drop_by_rank(model, cuts, rules)
+    if sequence_parallel:
+        cut_sequence(model, cuts, comm, draws)
+    else:
+        share_inputs(model, cuts)
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    gathered = isinstance(head, ColumnParallelLinear) and any(cut.style == styles.COLUMN_GATHERED for cut in cuts)
+    # what is attached that sees logits, or their gradients, sees whole ones
+    if gathered and not (head._backward_hooks or head._backward_pre_hooks or "forward" in vars(model)):
+        cut_loss(model, head)
+    guard(model)
+    save = model.__dict__.get("save_pretrained")  # of a quantized model, a refusal
+    for part in model.modules():
+        if hasattr(part, "save_pretrained"):  # a model of transformers, the outermost or one inside
+            count_whole(part)
+            if cast(Any, type(part)).save_pretrained.__module__.startswith("transformers."):
+                part.__dict__["save_pretrained"] = save or MethodType(save_whole, part)
+
+
+def _summary(model: nn.Module, capacity_factor: float | None) -> str:
+    """How much of a model is sharded, and which modules of a hundredth of it or more stay whole, in one line."""
+    split = sum(map(_sharded, model.parameters()))
+    sizes = {id(p): p.numel() for p in model.parameters() if not _sharded(p)}
+    total = max(split + sum(sizes.values()), 1)
+    names: Counter[str] = Counter()
+    for name, module in _whole(model, ""):
+        names[name] += sum(sizes.pop(id(p), 0) for p in module.parameters())
+    large = [f"{name}.*" for name, size in names.most_common() if size >= total / 100]
+    named = f"; whole: {', '.join(large)}" if large else ""
+    if isinstance(model.get_output_embeddings(), ColumnParallelLinear) and not is_own(model):  # type: ignore[operator]
+        named += "; logits are gathered in every step, for its forward is not transformers' own"
+    if capacity_factor is not None:
+        named += f"; capacity_factor={capacity_factor} drops choices: tpcore_hf.ExpertLoad says how many"
+    return f"{type(model).__name__}: sharded {split / total:.0%} of the parameters{named}"
+
+
+def _sharded(p: Tensor) -> int:
+    """The number of entries of a whole parameter that is sharded; 0 for any other."""
+    mark = sharding(p)
+    return 0 if mark is None or not mark.layout.cuts else math.prod(mark.layout.shape)
+
+
+def _whole(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    """The largest modules without a sharded parameter."""
+    if not any(map(_sharded, module.parameters())):
+        yield wildcard(name), module
+        return
+    for child, inner in module.named_children():
+        yield from _whole(inner, f"{name}.{child}".lstrip("."))
+
+
+def _groups(model: nn.Module, ctx: ParallelContext, stages: int) -> Callable[[Cut], Comm]:
+    """The ranks of each cut: tp, or with stages both axes for the vocabulary, which belongs to no stage."""
+    tp = ctx.comm("tp")
+    if stages == 1:
+        return lambda cut: tp
+    owner, name = find_layers(model)
+    in_layers = set(owner.get_submodule(name).modules())
+    both, ends = ctx.comm("pp", "tp"), (styles.EMBEDDING_ROW, styles.COLUMN_GATHERED)
+    return lambda cut: both if cut.style in ends and cut.module not in in_layers else tp

@@ -1,0 +1,1 @@
+"""Tokens that all ranks choose alike."""

@@ -1,0 +1,1 @@
+"""Tensors between a model and files of transformers."""

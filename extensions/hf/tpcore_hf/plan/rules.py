@@ -1,0 +1,78 @@
+"""The rules of a plan: a style for each module. The only module that knows the names of the styles."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import nn
+
+from tpcore.layout.shard import Block
+
+Rule = str | Sequence[Block]
+"""The name of a style, or the blocks in which a linear layer's output features are cut."""
+
+COLUMN, COLUMN_GATHERED = "colwise", "colwise_gather_output"
+ROW, ROW_SPLIT = "rowwise", "rowwise_split_input"
+PACKED_COLUMN, PACKED_ROW, QKV_COLUMN = "packed_colwise", "packed_rowwise", "qkv_colwise"
+EMBEDDING_ROW, EMBEDDING_COLUMN, EMBEDDING_HEADS = "embedding_rowwise", "embedding_colwise", "embedding_heads"
+HEADS_ARGUMENT = "heads_argument"
+SUMMED, REPLICATE, LOCAL_PARAMETERS = "replicated_with_grad_allreduce", "replicate", "local_params"
+EXPERTS, PARTIAL, IDENTITY_EXPERT = "moe_tp_experts", "all_reduce", "moe_identity_expert"
+LATENT = "mla_kv_a_proj"
+PARAMETER_HEADS = "parameter_heads"
+
+STYLES = frozenset(
+    {COLUMN, COLUMN_GATHERED, ROW, ROW_SPLIT, PACKED_COLUMN, PACKED_ROW, QKV_COLUMN}
+    | {EMBEDDING_ROW, EMBEDDING_COLUMN, EMBEDDING_HEADS, HEADS_ARGUMENT, SUMMED, REPLICATE, LOCAL_PARAMETERS}
+    | {EXPERTS, PARTIAL, IDENTITY_EXPERT, LATENT, PARAMETER_HEADS}
+)
+ALIASES = {"colwise_rep": COLUMN_GATHERED, "rowwise_rep": ROW_SPLIT}  # before transformers 5.1, and
+ALIASES |= {"local_colwise": COLUMN, "local_rowwise": ROW}
+ALIASES |= {"local_packed_colwise": PACKED_COLUMN, "local_packed_rowwise": PACKED_ROW}
+
+
+def wildcard(name: str) -> str:
+    """``name`` with ``*`` for each number between dots, and for that of an ``expert_1``."""
+    return re.sub(r"(?<![^.])(expert_)?\d+(?![^.])", r"\1*", name)
+
+
+def normalized(rules: Mapping[str, Rule]) -> dict[str, Rule]:
+    """``rules`` with the present names of the styles."""
+    return {name: ALIASES.get(rule, rule) if isinstance(rule, str) else rule for name, rule in rules.items()}
+
+
+def rule_of(name: str, rules: Mapping[str, Rule]) -> Rule | None:
+    """The rule for a module or parameter: of its own name, else with the fewest ``*``, the later of two."""
+    if name in rules:
+        return rules[name]
+    fitting = [pattern for pattern in reversed(list(rules)) if "*" in pattern and fits(pattern, name)]
+    return rules[min(fitting, key=lambda pattern: pattern.count("*"))] if fitting else None
+
+
+def fits(pattern: str, name: str) -> bool:
+    """Whether ``name`` is ``pattern`` with a number for each ``*``; a number that is written stands for itself."""
+    return re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), name) is not None
+
+
+def checked(user: Mapping[str, Rule], names: Iterable[str]) -> None:
+    """Raise ValueError for rules that match no name: a misspelt rule would silently leave a layer whole."""
+    known = list(names)
+    unused = [pattern for pattern in user if not any(fits(pattern, name) for name in known)]
+    if unused:
+        raise ValueError(
+            f"rules of the plan match no module and no parameter: {', '.join(map(repr, unused))}. Names are "
+            "those of model.named_modules(), with * for the number of a layer or of an expert_1"
+        )
+
+
+def unknown_style(name: str, kind: type, style: str, owner: str = "") -> str:
+    """``owner``: the module of a parameter, which stays whole with it."""
+    ours = kind.__module__.partition(".")[0] in ("torch", "transformers")
+    class_name = kind.__name__ if ours else f"{kind.__module__}.{kind.__name__}"
+    misspelt = style not in STYLES and kind is nn.Linear
+    styles = f"; the styles are {', '.join(sorted(STYLES))}" if misspelt else ""
+    return (
+        f"{name} ({class_name}): style {style!r} is not supported for it: plan={{{wildcard(owner or name)!r}: "
+        f"'replicate'}} leaves it whole on every rank{styles}"
+    )

@@ -1,0 +1,1 @@
+"""Tokens of a sequence on several ranks, between the layers of a model."""

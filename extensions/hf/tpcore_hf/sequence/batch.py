@@ -1,0 +1,276 @@
+"""Tokens of a batch that a model deals to the ranks of cp in every forward, and the loss of them all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tpcore.comm import mappings as ops
+from tpcore.comm.comm import Comm
+from tpcore.layers.context_parallel import Way
+from tpcore.layers.tokens import TokenOrder
+from tpcore.runtime.consensus import WHOLE_BATCH, compare_ranks
+from tpcore.runtime.context import current
+
+from ..plan.arguments import CACHES, named, takes
+from ..shard.logits import Logits
+
+IGNORED = -100
+"""The label of tokens that no loss counts: transformers' own."""
+ATTENTION = "tpcore_context_parallel"
+"""The name by which transformers knows attention over the tokens of all ranks."""
+_DOCUMENTS = "tpcore_documents"
+_SEQUENCES = ("input_ids", "inputs_embeds", "token_type_ids", "lang_ids", "labels", "shift_labels")
+_KNOWN = (*_SEQUENCES, "position_ids", "attention_mask", "num_items_in_batch")
+
+
+@dataclass(eq=False)
+class DealtTokens:
+    """What a model's attention, loss and hooks share."""
+
+    comm: Comm
+    way: Callable[[int], Way]
+    """Of a number of tokens."""
+    shifted: bool
+    """Whether a token's label is the next token, as of a causal model, and not its own."""
+    causal: bool
+    """Whether all attention is."""
+    packed: bool
+    """Whether positions that begin again begin another document, as in most of transformers' causal models."""
+    positions: Callable[[Tensor, Tensor | None], Tensor]
+    """Of whole sequences, by their ids or embeddings and the mask of padding, where the caller gives none."""
+    routed: bool = False
+    """Whether a loss of the experts' routers weights tokens by ``attention_mask``."""
+    compared: bool = False
+    """Whether the ranks' batches were compared."""
+    rows_are_whole: bool = False
+    """While a module outside of the layers runs on them."""
+
+    def order(self, length: int) -> TokenOrder:
+        """Which of ``length`` tokens each rank has."""
+        return TokenOrder(self.comm, self.way(length) == "ring" and self.causal)
+
+    def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A hook: this rank's part of the arguments of the model's forward."""
+        kwargs = named(model, args, kwargs)
+        self._check(model, kwargs)
+        if not self._dealt(kwargs):
+            self._compare({name: torch.as_tensor(kwargs[name]) for name in _KNOWN if kwargs.get(name) is not None})
+            kwargs = self._deal(kwargs)
+        if self.routed and kwargs["attention_mask"].dtype != torch.bool:
+            kwargs[_DOCUMENTS] = kwargs.pop("attention_mask")  # whose numbers are no weights
+        if not self.shifted:
+            kwargs.pop("num_items_in_batch", None)
+        return (), kwargs
+
+    def _compare(self, batch: dict[str, Tensor]) -> None:
+        """ValueError on all ranks if they have other sequences: looked for once, in a checked run each time."""
+        once = self.compared and current().checks is None
+        traced = not self.comm.eager or torch.compiler.is_compiling() or any(t.is_meta for t in batch.values())
+        if not (once or traced):
+            compare_ranks(batch, self.comm, "ranks {} and {} of cp", f"every rank of cp {WHOLE_BATCH}")
+            self.compared = True
+
+    def enter(self, base: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A hook of the model below the head, where routers are."""
+        kwargs = named(base, args, kwargs)
+        mask = kwargs.pop(_DOCUMENTS, kwargs.get("attention_mask"))
+        if not self._dealt({**kwargs, "attention_mask": mask}):
+            raise ValueError(
+                f"{type(base).__name__} has one rank's tokens with context parallelism, which the model around it "
+                "deals: call that one, or pass what tpcore.shard_sequence makes of the batch"
+            )
+        if takes(base, "use_cache"):
+            kwargs["use_cache"] = False
+        return (), {**kwargs, "attention_mask": mask if mask.numel() else None}
+
+    def leave(self, base: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """A hook: what routers say of all tokens, ``[batch * tokens, experts]``, whose loss is of means over them."""
+        routers = output.get("router_logits")
+        if routers is not None:
+            rows, tokens = output["last_hidden_state"].shape[:2]
+            order = self.order(tokens * self.comm.size)
+            output["router_logits"] = tuple(order.whole(t.view(rows, tokens, -1)).flatten(0, 1) for t in routers)
+        return output
+
+    def deal(self, model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """This rank's tokens of ``batch``. ValueError for what the model would refuse, and for one that is dealt."""
+        self._check(model, dict(batch))
+        if self._dealt(batch):
+            raise ValueError(
+                "this batch has one rank's tokens already: call tpcore.shard_sequence on the whole batch once"
+            )
+        return self._deal(batch)
+
+    def _deal(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Its ``attention_mask`` is ``[batch, 1, 1, tokens of all ranks]`` with the segments, or has no tokens where
+        there is one."""
+        kwargs, tokens = dict(batch), _tokens_of(batch)
+        length, places = tokens.shape[1], kwargs.get("position_ids")
+        others = {n: kwargs[n].shape for n in _KNOWN[:-1] if kwargs.get(n) is not None}
+        wrong = next((n for n, shape in others.items() if len(shape) < 2 or shape[1] != length), None)
+        if wrong is not None:
+            raise ValueError(
+                f"{wrong} of shape {tuple(others[wrong])} beside {length} tokens: pass [batch, {length}], of the whole "
+                "sequences"
+            )
+        order = self.order(length)
+        segments = self._segments(kwargs.get("attention_mask"), places, tokens.shape)
+        if places is None:
+            places = self.positions(tokens, kwargs.get("attention_mask"))
+        if kwargs.get("labels") is not None and kwargs.get("shift_labels") is None and self.shifted:
+            # before the cut: the next token may be another rank's
+            kwargs["labels"] = F.pad(kwargs["labels"], (0, 1), value=IGNORED)[:, 1:]
+        for name in _SEQUENCES:
+            if kwargs.get(name) is not None:
+                kwargs[name] = order.cut(kwargs[name])
+        kwargs["position_ids"] = order.cut(places)
+        # 4-D masks are left as they are by every model, so this one arrives at its attention
+        segments = tokens.new_empty(tokens.shape[0], 0, dtype=torch.int64) if segments is None else segments
+        kwargs["attention_mask"] = segments[:, None, None]
+        return kwargs
+
+    def _dealt(self, kwargs: Mapping[str, Any]) -> bool:
+        """Whether ``deal`` made these arguments: no other mask has this shape."""
+        mask = kwargs.get("attention_mask")
+        if mask is None or mask.ndim != 4 or mask.shape[1:3] != (1, 1):
+            return False
+        return mask.shape[3] in (0, _tokens_of(kwargs).shape[1] * self.comm.size)
+
+    def _check(self, model: nn.Module, kwargs: dict[str, Any]) -> None:
+        config = getattr(model, "config", None)
+        for name in ("output_attentions", "output_hidden_states"):
+            if kwargs.get(name, getattr(config, name, False)):
+                raise ValueError(f"{name}=True with context parallelism: each rank has those of its tokens only")
+        attention = getattr(config, "_attn_implementation", ATTENTION)
+        if attention != ATTENTION:
+            raise ValueError(
+                f"attention {attention!r} was set after parallelize, and would see one rank's tokens: set it before"
+            )
+        if kwargs.get("return_dict") is False:
+            raise ValueError("return_dict=False with context parallelism: leave it out, the loss is .loss")
+        logits_to_keep = not isinstance(kwargs.get("logits_to_keep"), Tensor) and kwargs.get("logits_to_keep")
+        cached = kwargs.get("use_cache") or any(kwargs.get(name) is not None for name in CACHES)
+        if cached or logits_to_keep:
+            raise ValueError(
+                f"use_cache=True, {' or '.join(CACHES)} or logits_to_keep with context parallelism, which is for whole "
+                "sequences: generate on a model that was parallelized without it"
+            )
+        others = [n for n, v in kwargs.items() if isinstance(v, Tensor) and v.ndim and n not in _KNOWN]
+        if others:
+            raise ValueError(f"context parallelism does not know how to cut {', '.join(others)}: leave it out")
+        mask, labels, dealt = kwargs.get("attention_mask"), kwargs.get("labels"), self._dealt(kwargs)
+        if dealt and self.shifted and kwargs.get("num_items_in_batch") is not None:
+            raise ValueError(
+                "num_items_in_batch with tokens of tpcore.shard_sequence: a loop counts the labels of one rank there; "
+                "leave it out, the model counts those of all ranks"
+            )
+        if self.shifted and labels is not None and not isinstance(model.loss_function, SequenceLoss):
+            raise ValueError(
+                f"{type(model).__name__}.loss_function was replaced after parallelize, and would see the tokens of one "
+                "rank: set it before"
+            )
+        if mask is not None and mask.ndim != 2 and not dealt:
+            raise ValueError(
+                f"an attention_mask of shape {tuple(mask.shape)} is not known by positions: pass [batch, tokens], or "
+                "position_ids that begin again at each document"
+            )
+        if labels is not None and labels.ndim != 2:
+            raise ValueError(f"labels of shape {tuple(labels.shape)} are not [batch, tokens]")
+
+    def _segments(self, mask: Tensor | None, places: Tensor | None, shape: torch.Size) -> Tensor | None:
+        """``[batch, tokens]``: a number for each document of a row, or False for padding; None: one document."""
+        if mask is not None:
+            return mask.ne(0)
+        if places is None or not self.packed:
+            return None
+        # where a position does not follow the one before: transformers' own sign of packed documents
+        return F.pad(places.diff(dim=-1) != 1, (1, 0)).cumsum(-1).expand(shape[:2])
+
+    def after(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """A hook: logits of all tokens, in a training step once they are read, and a masked model's loss."""
+        labels = kwargs.get("labels")
+        if not self.shifted and labels is not None:
+            count = (labels != IGNORED).sum()
+            part = torch.where(count > 0, output["loss"], 0.0) * count
+            output["loss"] = _total(part, self.comm) / self.count(labels)
+        logits = output["logits"]
+        order = self.order(logits.shape[1] * self.comm.size)
+        if model.training and not ops.transformed():
+            shape = logits.shape[0], logits.shape[1] * self.comm.size, *logits.shape[2:]
+            # backward of `whole` sums the gradients of all ranks' copies, which are alike
+            output["logits"] = Logits.of(logits, shape, order.whole, lambda grad: order.cut(grad) * self.comm.size)
+        else:
+            output["logits"] = order.whole(logits)
+        return output
+
+    def count(self, labels: Tensor) -> Tensor:
+        """The number of labels that count, of all ranks."""
+        return self.comm.all_reduce((labels != IGNORED).sum().reshape(1)).squeeze(0)
+
+
+def _tokens_of(kwargs: Mapping[str, Any]) -> Tensor:
+    names = ("input_ids", "inputs_embeds")
+    tokens: Tensor | None = next((kwargs[n] for n in names if kwargs.get(n) is not None), None)
+    if tokens is None or tokens.ndim < 2:
+        shown = "None" if tokens is None else f"a tensor of shape {tuple(tokens.shape)}"
+        raise ValueError(
+            f"context parallelism deals input_ids [batch, tokens] or inputs_embeds [batch, tokens, size], not {shown}"
+        )
+    return tokens
+
+
+def _total(part: Tensor, comm: Comm) -> Tensor:
+    """The sum over ranks, on each, as a loss: backward sums the gradients of all ranks' losses."""
+    # sum: no view, which a Trainer could not change in place
+    return ops.copy(ops.reduce(part.reshape(1), comm), comm).sum()
+
+
+class SequenceLoss:
+    """``model.loss_function`` of the whole batch, of labels that are shifted and cut already."""
+
+    def __init__(self, inner: Callable[..., Tensor], context: DealtTokens) -> None:
+        self._inner, self._context = inner, context
+        # of which it is known that it counts
+        self._sums = str(getattr(inner, "__module__", "")).startswith(("transformers.", "tpcore."))
+
+    def __call__(
+        self,
+        logits: Tensor,
+        labels: Any = None,
+        vocab_size: int | None = None,
+        num_items_in_batch: Any = None,
+        **options: Any,
+    ) -> Tensor:
+        labels = labels if options.get("shift_labels") is None else options["shift_labels"]
+        if labels is not None and isinstance(logits, Logits) and logits.shape[:-1] != labels.shape:
+            logits = logits.part  # all ranks' tokens, beside this rank's labels
+        options.pop(_DOCUMENTS, None)
+        if labels is None:
+            raise ValueError("a loss needs labels, or shift_labels")
+        count = self._context.count(labels) if num_items_in_batch is None else num_items_in_batch
+        options |= {"vocab_size": vocab_size, "shift_labels": labels}
+        part = self._inner(logits, labels=labels, num_items_in_batch=count, **options)
+        if not (self._sums or part.is_meta or torch.compiler.is_compiling()):
+            other = {"labels": torch.full_like(labels, IGNORED), "num_items_in_batch": 2 * count}
+            with torch.no_grad():
+                self._check_sums(part, 2 * self._inner(logits, **other, **options))
+        return _total(part, self._context.comm)
+
+    def _check_sums(self, part: Tensor, again: Tensor) -> None:
+        """Once there is a loss: ValueError on all ranks unless other labels, and twice the count, gave half of it."""
+        differs = ~torch.isclose(part, again, rtol=1e-2, equal_nan=True)  # rtol: of half precision
+        flags = torch.stack([differs, part.nan_to_num() != 0]).to(torch.int64).view(2)
+        refused, self._sums = (bool(flag) for flag in self._context.comm.all_reduce(flags, "max").tolist())
+        if refused:
+            name = getattr(self._inner, "__name__", type(self._inner).__name__)
+            raise ValueError(
+                f"loss_function {name} with context parallelism: each of {self._context.comm.size} cp ranks scores its "
+                "own tokens and the parts are added, so it must score shift_labels (not labels, which it would shift) "
+                "and divide their sum by num_items_in_batch"
+            )

@@ -1,0 +1,1 @@
+"""A model changed in place: its layers, forwards, logits, loss and figures."""

@@ -1,0 +1,54 @@
+"""Figures about a sharded model, as transformers and peft count them: of the whole, not of this rank's part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tpcore.layers import ParallelEmbedding
+from tpcore.layers.sharding import sharding
+from tpcore.train.pipeline import PipelinedLayers
+
+_FIGURES = ("num_parameters", "get_memory_footprint", "get_nb_trainable_parameters")
+
+
+def count_whole(model: nn.Module) -> None:
+    """Let the methods of ``model`` that count parameters and bytes count those of all ranks."""
+    for name in _FIGURES:
+        if (method := getattr(type(model), name, None)) is not None:
+            model.__dict__[name] = MethodType(partial(_counted, method), model)
+
+
+def _counted(method: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """What ``method`` of the class counts in a stand-in for ``model`` that has the whole tensors, without values."""
+    whole = object.__new__(type(model))
+    whole.__dict__.update(model.__dict__)
+    for name in ("named_parameters", "named_buffers"):
+        whole.__dict__[name] = partial(_named, getattr(nn.Module, name), model)
+    whole.__dict__["named_modules"] = lambda *_, **__: (
+        (name, nn.Embedding(1, 1, device="meta") if isinstance(module, ParallelEmbedding) else module)
+        for name, module in model.named_modules()
+    )
+    return method(whole, *args, **kwargs)
+
+
+def _named(walk: Callable[..., Any], model: nn.Module, *_: Any, **__: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of ``model`` as they are without ranks. Layers on other stages are like those on this one."""
+    stages = {f"{name}.": m for name, m in model.named_modules() if isinstance(m, PipelinedLayers)}
+    for name, t in walk(model):
+        mark = sharding(t)
+        shape = t.shape if mark is None else mark.layout.shape
+        whole: Tensor = torch.empty(shape, dtype=t.dtype, device="meta")
+        whole = nn.Parameter(whole, t.requires_grad) if isinstance(t, nn.Parameter) else whole
+        names = [name]
+        for prefix, layers in stages.items():
+            if name.startswith(prefix):
+                number, _, rest = name.removeprefix(prefix).partition(".")
+                here = len(list(layers.children()))
+                names = [f"{prefix}{i}.{rest}" for i in range(int(number) % here, layers.num_layers, here)]
+        yield from ((each, whole) for each in names)

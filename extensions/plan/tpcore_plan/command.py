@@ -1,0 +1,136 @@
+"""``tpcore plan``: which mesh, before anything is launched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.table import Table
+
+from tpcore.cli.console import bytes_of, dtype_of, echo, numbers_of, show, table_of, tell
+from tpcore.errors import extra
+from tpcore_explain.summary import save_pictures, size
+
+from .machine import PUBLISHED
+from .simulate import JobModel, forecast
+
+if TYPE_CHECKING:  # a model's rooms take long to import
+    from .machine import Machine
+    from .search import MeshPlan
+
+_MTBF = 54 * 24 * 16_384 / 419
+"""Hours between failures of a device: 419 interruptions that nobody had planned in 54 days of 16,384 GPUs (Llama 3,
+arXiv:2407.21783, section 3.3.4)."""
+
+
+def plan_mesh(
+    target: str | None = typer.Argument(None, help="As of tpcore explain: a Hugging Face config.json, say."),
+    machine: str = typer.Option("h100x8", help=f"{', '.join(PUBLISHED)}, or the file of --calibrate."),
+    hosts: int = typer.Option(1, min=1, help="Hosts of that machine."),
+    devices: int | None = typer.Option(None, min=1, help="Devices. Default: all of the hosts."),
+    per_host: int | None = typer.Option(None, min=1, help="Devices of a host, if not the machine's."),
+    memory: str | None = typer.Option(None, help="Of a device, as 16GB, if not the machine's."),
+    batch: int = typer.Option(256, min=1, help="Examples of a step, of all devices together."),
+    seq_len: int = typer.Option(2048, min=1, help="Tokens of an example."),
+    dtype: str = typer.Option("bfloat16", help="Of parameters and activations."),
+    capacity_factor: float | None = typer.Option(None, min=0, help="Of experts: how much of an even share each takes."),
+    as_json: bool = typer.Option(False, "--json", help="Print everything as JSON, for programs."),
+    plot: Path | None = typer.Option(None, help="Draw memory, time and scaling to this file: out.png, out.svg."),
+    simulate: str | None = typer.Option(None, help="Numbers of devices, as 1000,10000: what part of time is used."),
+    mtbf: float = typer.Option(_MTBF, min=1e-3, help="With --simulate: hours between failures of a device."),
+    save: float = typer.Option(60, min=1e-3, help="With --simulate: seconds that a checkpoint stops a job."),
+    restart: float = typer.Option(600, min=0, help="With --simulate: seconds from a failure to the next step."),
+    jitter: float = typer.Option(0.02, min=0, help="With --simulate: spread of the log of a device's time for a step."),
+    calibrated: bool = typer.Option(False, "--calibrate", help="Measure this machine, in a minute, into --out."),
+    out: Path = typer.Option(Path("machine.json"), help="With --calibrate: the file to write."),
+) -> None:
+    """Predict the time and memory of a training step on every mesh, and print the fastest that fit.
+
+    Nothing is started, except by --calibrate. Exit status 1 if nothing fits, 2 if there is nothing to predict.
+    """
+    from .calibrate import calibrate
+    from .search import plan
+
+    try:
+        if calibrated:
+            show(*_machine_lines(calibrate(out, devices=devices), out))
+        if simulate is not None:
+            for count in numbers_of("--simulate", simulate):
+                model = JobModel(count, mtbf * 3600, save, restart, jitter)
+                show(*forecast(model).lines())
+        if target is None:
+            if not calibrated and simulate is None:
+                raise ValueError("name a model, or give --calibrate or --simulate")
+            return
+        sizes: dict[str, Any] = {"hosts": hosts, "devices": devices, "per_host": per_host, "machine": machine}
+        sizes |= {"batch": batch, "seq_len": seq_len, "dtype": dtype_of(dtype), "capacity_factor": capacity_factor}
+        sizes["memory"] = None if memory is None else float(bytes_of("--memory", memory, unit=True))
+        plans = plan(target, **sizes, scaling=plot is not None)
+        title = f"{plans.model} on {plans.limits.devices} devices of {plans.machine.name}"
+        if plot is not None and plans.rows:
+            rows = [{"mesh": str(row.choice), "memory": row.memory, "seconds": row.seconds} for row in plans.rows]
+            with extra("plot", "--plot"):
+                save_pictures(rows, plot, title=title, limit=plans.limits.memory, curves={plans.model: plans.curve})
+    except (ValueError, ImportError) as e:
+        echo(f"tpcore plan: {e}", err=True)
+        raise typer.Exit(2) from e
+    tell(plans.to_json(), as_json, *_parts(plans, title))
+    raise typer.Exit(0 if plans.rows else 1)
+
+
+def _parts(plans: MeshPlan, title: str) -> Iterator[str | Table]:
+    limits = plans.limits
+    step = f"{limits.batch} x {limits.seq_len} tokens a step, {str(limits.dtype).removeprefix('torch.')}"
+    yield f"{title}, {size(limits.memory)} each: {step}. {len(plans.rows)} plans fit.\n"
+    if plans.rows:
+        yield _table(plans)
+        yield from _best_lines(plans)
+    for why, count in sorted(plans.refused.items(), key=lambda item: -item[1])[:_BEST]:
+        yield f"does not fit, {count} times: {why}"
+    if plans.machine.name in PUBLISHED:
+        yield (
+            "\nPredicted from published figures, not measured (tpcore plan --json names their sources). Not modelled: "
+            "collectives beside compute, compilers that fuse, experts chosen unevenly."
+        )
+
+
+_BEST = 10  # plans that are shown
+
+
+def _table(plans: MeshPlan) -> Table:
+    best = plans.rows[:_BEST]
+    kinds = list(dict.fromkeys(kind for row in best for kind in row.memory))
+    numbers = "step", "tokens/s", "of peak", "memory", *kinds
+    table = table_of("mesh; microbatches", *numbers, "time", right=numbers)
+    for row in best:
+        parts = sorted(row.seconds.items(), key=lambda item: -item[1])
+        shares = ", ".join(f"{part} {value / row.step:.0%}" for part, value in parts if value >= 0.01 * row.step)
+        cells = f"{row.step:.3g} s", f"{row.tokens_per_second:,.0f}", f"{row.efficiency:.0%}", size(row.nbytes)
+        table.add_row(str(row.choice), *cells, *(size(row.memory[kind]) for kind in kinds), shares)
+    return table
+
+
+def _best_lines(plans: MeshPlan) -> Iterator[str]:
+    from .choice import launch_line, setup_lines, step_lines
+
+    choice, command = plans.best.choice, launch_line(plans.limits.devices, plans.machine.per_host)
+    dtype = str(plans.limits.dtype).removeprefix("torch.")
+    yield f"\nThe first of them:\n\n  {command}\n"
+    yield from (f"  {line}" for line in (*setup_lines(choice, dtype), "", *step_lines(choice)))
+    if plans.cache is not None:
+        fit = (plans.limits.memory - plans.best.memory["parameters"]) / plans.cache
+        served = f"{size(plans.cache)} of keys and values on a device: {fit:,.0f} tokens fit beside its parameters"
+        yield f"\nServed at tp={choice.ways.tp}, a token has {served}."
+    yield ""
+
+
+def _machine_lines(machine: Machine, path: Path) -> Iterator[str]:
+    yield f"{path}: {machine.name}, {machine.per_host} devices of {size(machine.memory)}"
+    for dtype, curve in machine.flops.items():
+        yield f"  {dtype}: {max(rate for _, rate in curve) / 1e9:,.0f} GFLOP/s"
+    yield f"  memory: {machine.memory_bandwidth / 1e9:.3g} GB/s; an operator: {machine.overhead * 1e6:.3g} us"
+    for field, link in (("inside", machine.inside), ("between", machine.between)):
+        speed = f"{link.latency * 1e6:.3g} us a step, {link.bandwidth / 1e9:.3g} GB/s"
+        yield f"  {field}: {speed} ({machine.source[field]})"

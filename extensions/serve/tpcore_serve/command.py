@@ -1,0 +1,109 @@
+"""``tpcore serve``: the ranks of a server, started again when one is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from tpcore.c10d.supervision.rendezvous import host_store
+from tpcore.cli.console import echo
+from tpcore.errors import described, extra
+from tpcore.processes.launch import Processes, serving_environment
+
+_RANK = "tpcore_serve.rank"
+_GRACE = 4.0  # seconds for the first rank to answer open requests after another one was lost
+_PATIENCE = 15.0  # seconds for open requests when the server is told to end
+_POLL = 0.05
+
+
+def serve(
+    folder: Path = typer.Argument(help="A language model in transformers' files."),
+    tp: int = typer.Option(2, min=1, help="Ranks, on this host."),
+    host: str = typer.Option("127.0.0.1", help="The address to listen at; 0.0.0.0 lets others in."),
+    allow_host: list[str] = typer.Option([], help="A name besides localhost by which clients ask; * for all."),
+    port: int = typer.Option(8000, min=0, max=65535, help="0 takes a free one."),
+    dtype: str = typer.Option("auto", help="float32, bfloat16, float16, or the files'."),
+    name: str = typer.Option("", help="The model's name in requests. Default: the folder's."),
+    max_length: int = typer.Option(2048, min=2, help="Tokens of a prompt and its answer, at most the model's."),
+    max_requests: int = typer.Option(64, min=1, help="Open requests; more are told to try again."),
+    backend: str = typer.Option("", help="Default: what tpcore.init takes here."),
+    timeout: float = typer.Option(60.0, min=1, help="Seconds that a rank waits for the others."),
+) -> None:
+    """Serve OpenAI's completions and chat, with streaming, from a model that is sharded over ranks of this host.
+
+    Requests are batched as they come. Ctrl-C or SIGTERM ends it when open requests are answered.
+    """
+    with extra("serve", "tpcore serve"):
+        for module in ("fastapi", "uvicorn", "openai", "transformers", "psutil"):
+            import_module(module)
+    if not (folder / "config.json").is_file():
+        raise typer.BadParameter(f"{folder} has no config.json: it is no model in transformers' files")
+    if dtype not in ("auto", "float32", "bfloat16", "float16"):
+        raise typer.BadParameter(f"--dtype {dtype}: there are auto, float32, bfloat16 and float16")
+    options = {"folder": str(folder), "tp": tp, "dtype": dtype, "name": name or folder.resolve().name}
+    options |= {"length": max_length, "requests": max_requests, "backend": backend or None, "timeout": timeout}
+    options["hosts"] = [host, *allow_host]
+    try:
+        listener = socket.create_server((host, port))
+    except OSError as e:
+        raise typer.BadParameter(f"cannot listen at {host}:{port}: {e.strerror}") from None
+    ended: list[int] = []  # the signals to end that have come
+    handlers = {n: signal.signal(n, lambda n, _: ended.append(n)) for n in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        with listener:
+            raise typer.Exit(_rounds(options, listener, ended))
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _rounds(options: dict[str, Any], listener: socket.socket, ended: list[int]) -> int:
+    """Start the ranks, again after each loss. The exit code: 1 if they never came to serve, or twice in a row."""
+    url = "http://{}:{}".format(*listener.getsockname()[:2])
+    before = False  # whether they served the last time: what ended one rank may end it once more while it starts
+    while True:
+        started = time.monotonic()
+        served, lost = _round(options, listener, ended, url)
+        if ended:
+            return 0
+        if not (served or before):
+            echo(f"tpcore serve: {lost} before it could serve", err=True)
+            return 1
+        echo(f"tpcore serve: {lost}; after {time.monotonic() - started:.0f} s, the ranks start again", err=True)
+        before = served
+
+
+def _round(options: dict[str, Any], listener: socket.socket, ended: list[int], url: str) -> tuple[bool, str]:
+    """From the start of the ranks to their end: whether they served, and why they ended."""
+    processes, (store, job), (ready, write) = Processes(), host_store(), os.pipe()
+    os.set_blocking(ready, False)
+    tp, served = options["tp"], False
+    try:
+        for rank in range(tp):
+            arguments, fds = (listener.fileno(), write, json.dumps(options)), (listener.fileno(), write)
+            processes.start(_RANK, arguments, environment=serving_environment(rank, tp, job), fds=fds)
+        while not ended and all(p.poll() is None for p in processes.all):
+            with suppress(BlockingIOError):
+                if os.read(ready, 1):
+                    served = True
+                    echo(f"tpcore serve: {options['name']} at {url}, tp={tp}")
+            time.sleep(_POLL)
+        exits = [(rank, p.returncode) for rank, p in enumerate(processes.all) if p.poll() is not None]
+        if ended:
+            processes.all[0].send_signal(signal.SIGTERM)
+        return served, "; ".join(f"rank {rank} {described(code)}" for rank, code in exits)
+    finally:
+        # ranks that do not serve yet have no requests to answer
+        processes.close(_PATIENCE if ended and served else 0 if ended else _GRACE)
+        del store
+        os.close(ready)
+        os.close(write)

@@ -1,0 +1,276 @@
+"""The web application of the first rank: OpenAI's routes over transformers' handlers, and what requests may say."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Mapping
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from jinja2 import TemplateError
+from starlette.exceptions import HTTPException as RouteError
+from starlette.requests import ClientDisconnect
+from transformers import PreTrainedTokenizerBase
+
+from tpcore.log import log
+
+from .batches import Batches, first_line
+from .doors import LOCAL, Door
+from .handlers import Chat, Completions
+
+_BYTES = 2**23  # of a body
+_WAIT = 30  # seconds for a body to come
+_LONGEST = 500  # characters of an error
+_WORD = 16  # characters of a token or more: unknown words and spaces are few tokens
+_VALUE = 200  # of which a wrong value may be so many, for the reason stands after it
+_CLOSED = 499  # nginx's status for a client that left
+_POLL = 0.25  # seconds between looks whether a client is there
+
+
+def application(name: str, model: Any, tokenizer: Any, batches: Batches, hosts: tuple[str, ...] = LOCAL) -> FastAPI:
+    """``name``: the model's in requests. ``hosts``: the server's."""
+    app = FastAPI(openapi_url=None)
+    app.add_middleware(Door, hosts=hosts, refused=_error)
+    served = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "tpcore"}
+    state = _handler_state(name, model, tokenizer, batches)
+    chat, completions = Chat(state, state), Completions(state, state)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        return await _answer(chat, "messages", request)
+
+    @app.post("/v1/completions")
+    async def text_completions(request: Request) -> Response:
+        return await _answer(completions, "prompt", request)
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return JSONResponse({"object": "list", "data": [served]})
+
+    @app.get("/v1/models/{wanted:path}")
+    async def one_model(wanted: str) -> Response:
+        return JSONResponse(served) if wanted == name else _error(404, f"there is no model {wanted!r}, only {name!r}")
+
+    @app.get("/health")
+    async def health() -> Response:
+        if not batches.is_alive():
+            return _error(503, "the engine has stopped")
+        running, waiting = batches.counts()
+        return JSONResponse({"status": "ok", "running": running, "waiting": waiting})
+
+    @app.exception_handler(RouteError)
+    async def no_route(request: Request, error: RouteError) -> Response:
+        return _error(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+
+    return app
+
+
+def _handler_state(name: str, model: Any, tokenizer: Any, batches: Batches) -> Any:
+    """What transformers' handlers ask their models and generation state for."""
+    return SimpleNamespace(
+        force_model=name,
+        _compile=False,
+        process_model_name=lambda name: name,
+        load_model_and_processor=lambda *_, **__: (model, tokenizer),
+        manager=batches,
+        most_characters=batches.limit * max(_WORD, *map(len, tokenizer.get_vocab())),
+    )
+
+
+async def _answer(handler: Any, content: str, request: Request) -> Response:
+    try:
+        body = _plain(await _json(request))
+        wrong = malformed(body, content)
+        if wrong is not None:
+            return _error(400, wrong)
+        return await _while_there(request, handler.handle_request(body, uuid.uuid4().hex))
+    except ClientDisconnect:
+        return Response(status_code=_CLOSED)
+    except HTTPException as e:
+        return _error(e.status_code, str(e.detail))
+    except (ValueError, TypeError, KeyError, TemplateError) as e:  # of the tokenizer and its template
+        return _error(400, f"the tokenizer and its chat template do not take this: {first_line(e)}")
+    except Exception as e:  # noqa: BLE001  whatever it is, this client has an answer, and the others go on
+        log.exception("a request failed")
+        return _error(500, first_line(e))
+
+
+def _plain(body: Any) -> Any:
+    """``body`` and its messages without what is null or no calls, which clients send for what is not said."""
+    if isinstance(body, dict):
+        # transformers' templates lose the text beside a list of no calls
+        body = {k: v for k, v in body.items() if v is not None and not (k == "tool_calls" and v == [])}
+        if isinstance(body.get("messages"), list):
+            body["messages"] = [*map(_plain, body["messages"])]
+    return body
+
+
+async def _read(request: Request) -> bytes:
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > _BYTES:
+            raise HTTPException(413, f"the body has more than {_BYTES} bytes")
+    return bytes(body)
+
+
+async def _json(request: Request) -> Any:
+    try:
+        raw = await asyncio.wait_for(_read(request), _WAIT)
+    except asyncio.TimeoutError:
+        raise HTTPException(408, f"the body did not come within {_WAIT} s") from None
+    try:
+        body = json.loads(raw)
+        json.dumps(body, ensure_ascii=False).encode()  # half a surrogate pair is in no text that a tokenizer takes
+    except (ValueError, RecursionError) as e:
+        raise HTTPException(400, f"the body is not JSON: {first_line(e)}") from None
+    return body
+
+
+async def _while_there(request: Request, work: Any) -> Response:
+    """The answer; nobody's, if the client leaves before it is there."""
+    task = asyncio.ensure_future(work)
+    while not (await asyncio.wait({task}, timeout=_POLL))[0]:
+        if await request.is_disconnected():
+            task.cancel()
+            return Response(status_code=_CLOSED)
+    answer: Response = task.result()
+    if isinstance(answer, StreamingResponse):
+        answer.body_iterator = _done(answer.body_iterator)
+    return answer
+
+
+async def _done(events: Any) -> AsyncIterator[Any]:
+    """``events``, and the one by which OpenAI's clients know the end."""
+    try:
+        async for event in events:
+            before, error, why = event.partition('data: {"error": "')
+            if before:
+                yield before
+            if error:
+                status, _, why = json.loads(error[6:] + why)["error"].partition(" ")
+                yield f"data: {json.dumps(_body(int(status), why))}\n\n"
+                return
+        yield "data: [DONE]\n\n"
+    finally:
+        await events.aclose()
+
+
+def _error(status: int, message: str) -> Response:
+    """One line, however long what the client sent is."""
+    line = " ".join(message.split())
+    return JSONResponse(_body(status, line if len(line) <= _LONGEST else f"{line[:_LONGEST]} ..."), status)
+
+
+def _body(status: int, message: str) -> dict[str, Any]:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": message, "type": kind, "param": None, "code": status}}
+
+
+# -- requests: each wrong value is one sentence, with the value and what there is ----------------------------------
+Rule = tuple[Callable[[Any], bool], str]
+"""Whether a value is one of the option, and what such values are."""
+
+
+def _number(noun: str, kinds: tuple[type, ...], low: float, high: float) -> Rule:
+    def fits(value: Any) -> bool:
+        return type(value) in kinds and bool(low <= value <= high)  # True is no number here
+
+    return fits, f"{noun} from {low} to {high}"
+
+
+_whole, _real = partial(_number, "a whole number", (int,)), partial(_number, "a number", (int, float))
+
+
+def _is_stop(value: Any) -> bool:
+    strings = [value] if isinstance(value, str) else value
+    return isinstance(strings, list) and len(strings) <= _STOPS and all(isinstance(s, str) and s for s in strings)
+
+
+_STOPS = 4
+_OF_THE_CALL = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters, "load_audio_from_video"}
+"""No client brings a template of its own: it is a program, which need not end."""
+_RULES: dict[str, Rule] = {
+    **dict.fromkeys(("max_tokens", "max_completion_tokens"), _whole(1, 2**31 - 1)),
+    "temperature": _real(0, 2),
+    "top_p": _real(0, 1),
+    "top_k": _whole(0, 2**31 - 1),
+    "seed": _whole(0, 2**63 - 1),
+    "stream": (lambda value: isinstance(value, bool), "true or false"),
+    "stop": (_is_stop, f"a string or a list of strings, at most {_STOPS}"),
+    "tools": (lambda value: isinstance(value, list) and all(isinstance(t, dict) for t in value), "a list of objects"),
+    "chat_template_kwargs": (lambda value: isinstance(value, dict), "an object"),
+}
+_NO_EFFECT = ("user", "metadata", "store", "service_tier", "stream_options", "parallel_tool_calls")
+_ONLY: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("n", "best_of"), (1,)),
+    **dict.fromkeys(("echo", "logprobs"), (False,)),
+    **dict.fromkeys(("top_logprobs", "presence_penalty", "frequency_penalty"), (0,)),
+    "logit_bias": ({},),
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("auto",),
+    "modalities": (["text"],),
+    **dict.fromkeys(("suffix", "reasoning_effort", "generation_config", "audio", "functions", "function_call"), ()),
+    **dict.fromkeys(("prediction", "web_search_options"), ()),
+}
+"""Options that nothing here follows: the values at which that makes no difference."""
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def malformed(body: Any, content: str) -> str | None:
+    """What is wrong with ``body``, whose text is in ``content``: "prompt" or "messages"; None if nothing is."""
+    if not isinstance(body, Mapping):
+        return f"the body must be a JSON object, not {type(body).__name__}"
+    unknown = sorted(map(str, body.keys() - {"model", content, *_RULES, *_ONLY, *_NO_EFFECT}))
+    if unknown:
+        return f"there is no option {', '.join(unknown)}"
+    for name, values in _ONLY.items():
+        if name in body and body[name] not in values:
+            return f"{name}={_short(body[name])} is not supported: leave it out"
+    for name, (fits, description) in _RULES.items():
+        if name in body and not fits(body[name]):
+            return f"{name}={_short(body[name])} is not {description}"
+    if reserved := sorted(body.get("chat_template_kwargs", {}).keys() & _OF_THE_CALL):
+        return f"chat_template_kwargs has {', '.join(reserved)}, which the server says itself"
+    if body.get("top_p") == 0:
+        return "top_p=0 leaves no token: temperature=0 takes the most likely one"
+    if content == "messages":
+        return _messages(body.get("messages"))
+    prompt = body.get("prompt")
+    text = isinstance(prompt, str) and prompt
+    return None if text else f"prompt={_short(prompt)} is not a string of one or more characters"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _VALUE else f"{text[:_VALUE]} ..."
+
+
+def _messages(messages: Any) -> str | None:
+    if not isinstance(messages, list) or not messages:
+        return "messages must be a list of one or more messages"
+    for i, message in enumerate(messages):
+        if not isinstance(message, dict) or message.get("role") not in _ROLES:
+            return f"messages[{i}] must be an object whose role is one of {', '.join(_ROLES)}"
+        content = message.get("content", "")
+        parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+        for part in parts:
+            if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
+                return f"the content of messages[{i}] must be text"
+        if not _calls(message.get("tool_calls", [])):
+            return f"tool_calls of messages[{i}] must be objects whose function has arguments, an object or its JSON"
+    return None
+
+
+def _calls(calls: Any) -> bool:
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        return False
+    functions = [call.get("function") or call for call in calls]
+    return all(isinstance(f, dict) and isinstance(f.get("arguments"), dict | str) for f in functions)

@@ -1,1 +1,0 @@
-"""Classes of other libraries, over a mesh of tpcore."""

@@ -76,15 +76,14 @@ beside: venv
 drills: venv venv-xla  ## hours of faults, kills, damaged files, and all dtypes everywhere
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m drill --timeout 1800
 	$(XLA_VENV)/bin/python -m pytest tests/xla $(PYTEST_ARGS) -m drill --timeout 1800
-	$(BIN)/python tests/lost.py
+	PYTHONPATH=tests $(BIN)/python -m helpers.lost_ranks
 
 OLDEST := $(shell sed -n 's/^hf = \["transformers>=\([0-9.]*\),.*/\1/p' pyproject.toml)
 OLDEST_AT := $(VENV)/transformers-$(OLDEST)
 
 test-oldest: venv $(OLDEST_AT)/.done  ## parallelize with the oldest release of transformers that it takes
-	PYTHONPATH=$(OLDEST_AT) $(BIN)/python -m pytest $(PYTEST_ARGS) -m "not slow and not drill" tests/test_families.py \
-	    tests/test_parallelize.py tests/test_parallelize_files.py \
-	    tests/test_parallelize_use.py tests/test_generate_served.py
+	PYTHONPATH=$(OLDEST_AT) $(BIN)/python -m pytest $(PYTEST_ARGS) -m "not slow and not drill" \
+	    $(patsubst %,tests/extensions/hf/test_%.py,families parallelize parallelize_files parallelize_use generate_served)
 
 $(OLDEST_AT)/.done:
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --target $(OLDEST_AT) transformers==$(OLDEST).*
@@ -103,7 +102,7 @@ test-newest: $(NEWEST_PROJECT)  ## quick tests with the newest transformers, pef
 	@$(NEWEST_VENV)/bin/python -c 'import sys; from importlib.metadata import version; \
 	    print(*(f"{name} {version(name)}" for name in sys.argv[1:]), sep="\n")' torch $(NEWEST)
 	$(NEWEST_VENV)/bin/python -m pytest -n 2 --dist loadfile -m "not slow and not drill" $(NEWEST_TESTS)
-	$(NEWEST_VENV)/bin/python -m pytest -n 2 --dist loadfile -m "not drill" tests/test_trl.py
+	$(NEWEST_VENV)/bin/python -m pytest -n 2 --dist loadfile -m "not drill" tests/extensions/hf/test_trl.py
 
 # compiled here, for what one of them writes would be a warning, and an error in tests, where it is compiled later
 $(NEWEST_PROJECT): $(PROJECT)

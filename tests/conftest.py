@@ -14,9 +14,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
+from helpers.rank_pool import RankPool
+from helpers.selection import XLA, Selection
 from hypothesis import HealthCheck, settings
-from rank_pool import RankPool
-from selection import XLA, Selection
 
 from tpcore.settings import CHECK, changed
 from tpcore.testing import run_ranks

@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import forked
 import psutil
+from helpers import programs as forked
 from network import Network, address, end_with_parent
 
 PORT = 29577

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 import training
+from helpers.tiers import tiers
 from machines import Machine, environment
 from network import Network, why_not
-from tiers import tiers
 
 from tpcore import checkpoint
 from tpcore.checkpoint.manifest import newest

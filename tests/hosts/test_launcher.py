@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 import training
+from helpers.places import TESTS
 from machines import Machine
 from network import Network, address, why_not
 
@@ -39,7 +40,7 @@ def torchrun(words: Sequence[str]) -> None:
 def started(network: Network, home: Path) -> list[Machine]:
     """An agent on each host, with two ranks to start."""
     os.mkfifo(home / "told")
-    path = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+    path = [str(Path(__file__).parent), str(TESTS)]
     (home / "train.py").write_text(SCRIPT.format(path=path, home=str(home), steps=STEPS, told=TOLD))
     words = ["--nnodes=1:2", "--nproc_per_node=2", "--max-restarts=2", "--rdzv-id=drill"]
     words += ["--rdzv-backend=c10d", f"--rdzv-endpoint={address(0)}:29400", "--monitor-interval=0.5"]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pipelines import batch_of, cut, share_of
+from helpers.pipelines import batch_of, cut, share_of
 
 import tpcore
 from tpcore import Mesh, checkpoint

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 import transformers
-from families import class_of, config_of, on_the_page
+from helpers.families import class_of, config_of, on_the_page
+from helpers.places import ROOT
 from safetensors.torch import load_file
 
-ROOT = Path(__file__).parents[2]
 LARGEST = 6_000_000
 
 

@@ -1,6 +1,6 @@
 """The BERT example, unmodified, on replicas: its losses are those of the same script on threads.
 
-tests/test_examples_pretrain.py compares those with one rank's and with plain torch.
+tests/examples/test_examples_pretrain.py compares those with one rank's and with plain torch.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from nets import assert_same_parameters, cut_net, plain_net
+from helpers.nets import assert_same_parameters, cut_net, plain_net
 from onreplicas import on_replicas
 from safetensors.torch import load_file
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.tiers import tiers
 from onreplicas import on_replicas
-from tiers import tiers
 
 from tpcore.backend.registry import load_backend
 from tpcore.layout.mesh import Mesh

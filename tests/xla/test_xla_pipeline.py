@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.pipelines import assert_same_gradients, batch_of, cut, plain
 from onreplicas import on_replicas
-from pipelines import assert_same_gradients, batch_of, cut, plain
 
 import tpcore
 from tpcore_neuron.testing import programs

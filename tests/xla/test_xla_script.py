@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
+from helpers.places import ROOT
 from onreplicas import on_replicas
 
 import tpcore
@@ -16,7 +16,7 @@ from tpcore.runtime.consensus import gather_bytes
 from tpcore.runtime.context import ParallelContext
 from tpcore_neuron.testing import programs, run_replicas
 
-GUIDE = Path(__file__).parents[2] / "docs/neuron.md"
+GUIDE = ROOT / "docs/neuron.md"
 
 
 def loader_and_closures(ctx: ParallelContext) -> tuple[list[float], int]:

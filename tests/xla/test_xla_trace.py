@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.places import ROOT, TESTS
 from safetensors.torch import load_file
 from transformers import BertConfig, BertForMaskedLM
 
@@ -24,8 +25,8 @@ from tpcore.trace.serve.worker import Rank
 from tpcore_neuron.testing import Program, close, run_replicas
 from tpcore_nxd.trace import _compiled_with
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "trace"))
+sys.path.insert(0, str(ROOT / "examples"))
+sys.path.insert(0, str(TESTS / "core" / "trace"))
 
 from bert_model import shard_bert
 from models import Answers, Calls, Encoder, batch, error_of, traced_by

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from nets import Net, assert_same_parameters, cut_net, ids_of, loss_of, plain_net
+from helpers.nets import Net, assert_same_parameters, cut_net, ids_of, loss_of, plain_net
 from onreplicas import on_replicas
 
 import tpcore

@@ -1,0 +1,171 @@
+"""torch.compile: a model with tpcore's layers is one graph, which computes what the layers compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextvars import Context
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from helpers.cuda_on_cpu import StandIn
+from helpers.hf import llama
+from helpers.rank_pool import RankPool
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import tpcore
+from tpcore.layout.mesh import Mesh
+from tpcore.runtime.context import ParallelContext, enter_process, leave_process
+
+pytestmark = pytest.mark.processes
+HIDDEN, HEADS, VOCAB = 16, 4, 9  # a vocabulary that 2 ranks pad
+TWO = Mesh({"tp": 2})
+
+
+class Model(nn.Module):
+    """A transformer block between an embedding and a loss; both ranks hold its one key head."""
+
+    def __init__(self, tokens: bool) -> None:
+        super().__init__()
+        spread = {"sequence_dim": 1 if tokens else None}
+        self.embed = tpcore.ParallelEmbedding(VOCAB, HIDDEN, padding_idx=0, pad=True, **spread)
+        self.norm = tpcore.RMSNorm(HIDDEN, sequence_parallel=tokens)
+        self.qkv = tpcore.ParallelQKV(HIDDEN, HEADS, 1, fused=True, bias=True, **spread)
+        self.out = tpcore.RowParallelLinear(HIDDEN, HIDDEN, input_is_parallel=True, **spread)
+        self.up = tpcore.ColumnParallelLinear(HIDDEN, 32, gather_output=False, **spread)
+        self.down = tpcore.RowParallelLinear(32, HIDDEN, input_is_parallel=True, **spread)
+        self.head = tpcore.ColumnParallelLinear(HIDDEN, VOCAB, gather_output=False, pad=True, **spread)
+
+    def forward(self, ids: Tensor, target: Tensor) -> Tensor:
+        x = self.embed(ids)
+        parts = [t.unflatten(-1, (-1, self.qkv.head_dim)).transpose(1, 2) for t in self.qkv(self.norm(x))]
+        y = F.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True)
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        x = x + self.down(F.gelu(self.up(x)))
+        return tpcore.parallel_cross_entropy(self.head(x), target, 0.1).mean()
+
+
+def _step(run: nn.Module, model: nn.Module, *given: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    loss = run(*given)
+    loss.backward()
+    return [loss.detach(), *[p.grad.clone() for p in model.parameters() if p.grad is not None]]
+
+
+def _as_after_init(ctx: ParallelContext, fn: Callable[..., None], *args: object) -> None:
+    """The context as a program has it, which calls ``tpcore.init``; the pool enters it for a block."""
+    torch._dynamo.reset()
+    enter_process(ctx)
+    try:
+        Context().run(fn, ctx, *args)
+    finally:
+        leave_process()
+
+
+def _alike(ctx: ParallelContext, tokens: bool, backend: str) -> None:
+    torch.manual_seed(0)
+    model = Model(tokens).double()
+    ids = torch.randint(VOCAB, (3, 2, 9))
+    counter = CompileCounterWithBackend(backend)
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for one in ids:  # the second step takes the graph of the first
+        given = one[:, :-1], one[:, 1:]
+        want, got = _step(model, model, *given), _step(compiled, model, *given)
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)  # float64, other fusions
+    assert counter.frame_count == 1
+    with pytest.raises(RuntimeError, match="ParallelEmbedding: an id does not fit a vocabulary of 9"):
+        compiled(ids[0][:, :-1] + VOCAB, ids[0][:, 1:])
+
+
+@pytest.fixture(scope="module")
+def two(request: pytest.FixtureRequest) -> Iterator[RankPool]:
+    """Two ranks: each makes its graphs itself."""
+    with RankPool(2, backend=request.param) as pool:
+        yield pool
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("two", "tokens", "backend"),
+    [
+        *(("cpu_gloo", True, "eager"), ("cpu_gloo", False, "inductor")),
+        (StandIn, True, "eager"),  # what reads values on a CPU is an assertion in the graph
+    ],
+    indirect=["two"],
+)
+def test_a_model_is_one_graph_with_the_same_values(two: RankPool, tokens: bool, backend: str) -> None:
+    two.run(TWO, _as_after_init, _alike, tokens, backend, timeout=300)
+
+
+def _other_layers(ctx: ParallelContext) -> None:
+    torch.manual_seed(0)
+    x, comm = torch.randn(4, 8, dtype=torch.float64, requires_grad=True), ctx.comm("tp")
+    layers: list[nn.Module] = [
+        tpcore.ColumnParallelLinear(8, 12),
+        tpcore.ColumnParallelLinear(8, 9, pad=True, skip_bias_add=True),
+        tpcore.RowParallelLinear(8, 6),
+        tpcore.LayerNorm(8, sequence_parallel=True),
+    ]
+    for layer in layers:
+        layer.double()
+        torch.testing.assert_close(torch.compile(layer, fullgraph=True, backend="eager")(x), layer(x))
+
+    def moved(t: Tensor) -> Tensor:
+        t = tpcore.comm.mappings.all_to_all(t, comm, 0, 1)
+        return tpcore.comm.mappings.shift(t, comm) * comm.position + comm.broadcast(t.detach(), 1)
+
+    compiled = torch.compile(moved, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), moved(x))
+    grads = [torch.autograd.grad(f(x).square().sum(), x) for f in (moved, compiled)]
+    torch.testing.assert_close(grads[0], grads[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("two", ["cpu_gloo"], indirect=True)
+def test_other_layers_and_collectives_compile_whole(two: RankPool) -> None:
+    two.run(TWO, _as_after_init, _other_layers, timeout=300)
+
+
+def _decoded(ctx: ParallelContext) -> None:
+    """By ``generate`` as it is on a GPU, where transformers compiles the decode step over a static cache."""
+    torch.manual_seed(0)
+    model: Any = tpcore.parallelize(llama()).eval()
+    graphs: list[torch.fx.GraphModule] = []
+
+    def compiler(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    how = transformers.CompileConfig(fullgraph=True, backend=compiler, mode="default")
+    how._compile_all_devices = True
+    options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    ids = torch.randint(1, 99, (2, 5))
+    want = model.generate(ids, **options)
+    assert torch.equal(model.generate(ids, cache_implementation="static", compile_config=how, **options), want)
+    (graph,) = graphs  # the later steps take the graph of the first
+    calls = [str(node.target) for node in graph.graph.nodes if str(node.target).startswith("tpcore.")]
+    assert calls == ["tpcore.all_reduce"] * (1 + 2 * model.config.num_hidden_layers) + ["tpcore.all_gather"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("two", [StandIn], indirect=True)
+def test_the_decode_step_is_one_graph_with_its_collectives(two: RankPool) -> None:
+    two.run(TWO, _as_after_init, _decoded, timeout=300)
+
+
+def _inside_a_block(ctx: ParallelContext) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(tpcore.parallel_cross_entropy, fullgraph=True, backend="eager")
+    logits, target = torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(Exception, match=r"does not see the context of tpcore\.use: pass group="):
+        compiled(logits, target)
+    with_group = compiled(logits, target, group=ctx.comm("tp"))
+    torch.testing.assert_close(with_group, torch.full((2,), 8.0).log())
+
+
+@pytest.mark.parametrize("two", ["cpu_gloo"], indirect=True)
+def test_a_context_that_a_block_enters_is_not_seen(two: RankPool) -> None:
+    two.run(TWO, _inside_a_block, timeout=300)

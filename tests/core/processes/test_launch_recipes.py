@@ -1,0 +1,169 @@
+"""The recipes of examples/launch: run as far as one machine allows, and read for what they must say."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from helpers import programs as forked
+from helpers.places import ROOT, TESTS
+
+RECIPES = ROOT / "examples" / "launch"
+
+SCRIPT = """
+import sys, torch, tpcore
+ctx = tpcore.init(tp=2)
+total = int(ctx.world.all_reduce(torch.tensor([ctx.rank + 1])))
+print(f"rank {ctx.rank} of {ctx.mesh.size}: {total} {sys.argv[1]}", flush=True)
+tpcore.shutdown()
+"""
+# What Slurm's commands do on a cluster, on this machine alone: one host name, one task a node. And torchrun,
+# which an environment without console scripts has as a module only.
+COMMANDS = {
+    "scontrol": '[ "$1 $2" = "show hostnames" ] && echo localhost',
+    "srun": """
+for task in 1 2; do "$@" & tasks="$tasks $!"; done
+for task in $tasks; do wait $task || exit 1; done
+""",
+    "torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"',
+}
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_the_slurm_recipe_starts_one_job_of_two_launchers(tmp_path: Path) -> None:
+    """Two torchruns that meet by rendezvous, as on two hosts; their ranks are of one job."""
+    for name in ("slurm.sh", "torchrun.sh"):
+        shutil.copy(RECIPES / name, tmp_path)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    for name, text in COMMANDS.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        port = s.getsockname()[1]
+    env = {
+        **os.environ,
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SLURM_JOB_NODELIST": "host[0-1]",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_JOB_ID": "7",
+        "PER_NODE": "1",
+        "PORT": str(port),
+        "TPCORE_BACKEND": "cpu_gloo",
+        "OMP_NUM_THREADS": "1",
+    }
+    words = ["bash", "slurm.sh", "train.py", "flag"]
+    done = subprocess.run(
+        words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=forked.PATIENCE, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(re.findall(r"rank \d of 2: 3 flag", done.stdout)) == ["rank 0 of 2: 3 flag", "rank 1 of 2: 3 flag"]
+
+
+def documents(name: str) -> dict[str, Any]:
+    return {d["kind"]: d for d in yaml.safe_load_all((RECIPES / name).read_text())}
+
+
+# Of each type that a Job or a Service of Kubernetes 1.37 has inside: its fields, their types, and which are
+# required. This is the OpenAPI description of that release without its texts and without status.
+SCHEMA = json.loads((TESTS / "data" / "kubernetes-1.37.json").read_text())
+KINDS = {"Job": "api.batch.v1.Job", "Service": "api.core.v1.Service"}
+TYPES: dict[str, type | tuple[type, ...]] = {
+    "array": list,
+    "boolean": bool,
+    "integer": int,
+    "null": type(None),
+    "number": (int, float),
+    "object": dict,
+    "string": str,
+}
+
+
+def misfits(value: Any, schema: dict[str, Any], where: str) -> list[str]:
+    """What in ``value`` is not as ``schema`` has it, each with its place."""
+    if "$ref" in schema:
+        return misfits(value, SCHEMA[schema["$ref"]], where)
+    if "oneOf" in schema:
+        found = [misfits(value, one, where) for one in schema["oneOf"]]
+        return min(found, key=len)
+    types = [schema["type"]] if isinstance(schema["type"], str) else schema["type"]
+    fits = any(isinstance(value, TYPES[t]) and isinstance(value, bool) == (t == "boolean") for t in types)
+    if not fits or value not in schema.get("enum", [value]):
+        return [f"{where}: {value!r} is not {schema.get('enum', types)}"]
+    if isinstance(value, list):
+        return [m for i, item in enumerate(value) for m in misfits(item, schema["items"], f"{where}[{i}]")]
+    if not isinstance(value, dict):
+        return []
+    fields, others = schema.get("properties", {}), schema.get("additionalProperties", False)
+    missing = [f"{where}: no {name}" for name in schema.get("required", ()) if name not in value]
+    unknown = [f"{where}: unknown {name}" for name in value if name not in fields and not others]
+    known = {name: fields.get(name, others) for name in value if fields.get(name, others)}
+    inside = [m for name, of in known.items() for m in misfits(value[name], of, f"{where}.{name}")]
+    return missing + unknown + inside
+
+
+@pytest.mark.parametrize("name", ["kubernetes.yaml", "kubernetes-neuron.yaml"])
+def test_a_manifest_fits_the_schema_of_kubernetes(name: str) -> None:
+    for kind, document in documents(name).items():
+        assert misfits(document, {"$ref": KINDS[kind]}, kind) == []
+
+
+@pytest.mark.parametrize("name", ["kubernetes.yaml", "kubernetes-neuron.yaml"])
+def test_a_manifest_says_what_a_job_of_several_hosts_needs(name: str) -> None:
+    found = documents(name)
+    service, job = found["Service"], found["Job"]
+    assert (service["apiVersion"], job["apiVersion"]) == ("v1", "batch/v1")
+    spec, pod = job["spec"], job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    env = {entry["name"]: entry["value"] for entry in container["env"]}
+    assert all(isinstance(value, str) for value in env.values())  # numbers are refused there
+
+    # the pods have numbers, one of which is known by name before any has started
+    assert spec["completionMode"] == "Indexed"
+    assert spec["completions"] == spec["parallelism"] == int(env["NODES"])
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["publishNotReadyAddresses"] is True
+    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
+    assert pod["subdomain"] == service["metadata"]["name"]
+    assert env["HEAD"] == f"{job['metadata']['name']}-0.{pod['subdomain']}"
+
+    # what it mounts is there, shared memory in memory and within the limit
+    volumes = {v["name"]: v for v in pod["volumes"]}
+    mounts = {m["mountPath"]: m["name"] for m in container["volumeMounts"]}
+    assert set(mounts.values()) == set(volumes)
+    assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
+    assert "persistentVolumeClaim" in volumes[mounts["/checkpoints"]]
+    assert pod["restartPolicy"] == "Never"
+    assert spec["backoffLimit"] == 0
+    limits = container["resources"]["limits"]
+    devices = {key: value for key, value in limits.items() if "/" in key or key.startswith("hugepages")}
+    assert devices.items() <= container["resources"]["requests"].items()
+
+    # the variables are those that the script reads
+    script = (RECIPES / "torchrun.sh").read_text()
+    asked = set(re.findall(r"\$\{(\w+)[:}]", script))
+    assert {"HEAD", "NODES"} <= asked
+    assert set(env) - {"TPCORE_BACKEND"} <= asked
+    assert "/app/torchrun.sh" in " ".join(container["command"])
+
+
+@pytest.mark.parametrize("name", ["torchrun.sh", "slurm.sh", "efa.sh"])
+def test_shell_scripts_parse(name: str) -> None:
+    done = subprocess.run(["bash", "-n", str(RECIPES / name)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_page_names_every_recipe() -> None:
+    page = (ROOT / "docs" / "launching.md").read_text()
+    for recipe in RECIPES.iterdir():
+        assert f"`examples/launch/{recipe.name}`" in page

@@ -1,0 +1,173 @@
+"""parallel_model_trace from a program: what happens in its processes is told, and nothing is left of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import programs as forked
+from models import Encoder, batch
+from torch import nn
+
+import tpcore
+import tpcore_nxd as neuronx_distributed
+from tpcore.backend.registry import backend_class
+from tpcore.errors import BackendError, PeerLostError
+from tpcore.processes.transfer import RankTraceback
+
+pytestmark = pytest.mark.usefixtures("default_checks")
+trace = neuronx_distributed.trace
+
+SCRIPT = """
+import json, torch, tpcore_nxd as neuronx_distributed
+from torch import nn
+
+size = 8
+
+class Head(nn.Module):                       # a class of the script's own, not behind a main guard
+    def __init__(self, bias):
+        super().__init__()
+        self.layer = neuronx_distributed.parallel_layers.ColumnParallelLinear(size, 4)
+        self.bias = bias
+
+    def forward(self, x):
+        return (self.layer(x) + self.bias,)
+
+def outer(bias):
+    def get_model():
+        torch.manual_seed(0)
+        return Head(bias), {}
+    return get_model
+
+x = torch.ones(2, size)
+model = neuronx_distributed.trace.parallel_model_trace(
+    outer(3.0), x, tp_degree=2, compiler_args="--model-type=transformer -O1", compiler_workdir="work",
+    inline_weights_to_neff=True,
+)
+neuronx_distributed.trace.parallel_model_save(model, "traced")
+model = neuronx_distributed.trace.parallel_model_load("traced")
+torch.manual_seed(0)
+plain = nn.Linear(size, 4)
+print(json.dumps([(model(x)[0] - plain(x) - 3.0).abs().max().item(), model.tp_degree]))
+"""
+
+
+@pytest.mark.slow
+def test_a_script_without_a_main_guard(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "script.py"],
+        cwd=tmp_path,
+        env={**os.environ, "TPCORE_BACKEND": "cpu_gloo", "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=forked.PATIENCE,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    difference, tp = json.loads(done.stdout)
+    assert difference < 1e-6  # float32
+    assert tp == 2
+    said = done.stderr.splitlines()
+    for rank in (0, 1):
+        steps = [line.rpartition(": ")[2] for line in said if f"trace: rank {rank} of 2" in line]
+        assert steps == ["building the model", "tracing", "writing weights"]
+    assert len([line for line in said if "has no compiler, and compiler_args" in line]) == 1
+    assert len([line for line in said if "inline_weights_to_neff=True" in line]) == 1
+    assert left(tmp_path) == ["script.py", "traced"]
+
+
+def left(folder: Path) -> list[str]:
+    """What is in a folder, without the cache that torch makes for itself."""
+    return sorted(p.name for p in folder.iterdir() if not p.name.startswith("torchinductor"))
+
+
+def _fails() -> nn.Module:
+    if tpcore.current().rank == 1:
+        raise LookupError("no such weights")
+    return Encoder(True)
+
+
+def _dies() -> nn.Module:
+    if tpcore.current().rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return Encoder(True)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("func", "error", "message"),
+    [(_fails, LookupError, "no such weights"), (_dies, PeerLostError, "rank 1 was killed by SIGKILL")],
+)
+def test_what_goes_wrong_in_a_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, func: Callable[[], Any], error: type[Exception], message: str
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(error, match=message) as caught:
+        trace.parallel_model_trace(func, batch(1, 8), tp_degree=2, backend="cpu_gloo")
+    if error is LookupError:
+        cause = caught.value.__cause__
+        assert isinstance(cause, RankTraceback)
+        assert "rank 1:" in str(cause)
+        assert "in _fails" in str(cause)
+    assert list(tmp_path.iterdir()) == []
+
+
+X = torch.ones(1)
+
+
+def test_an_interrupt_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its processes end as those of any ``tpcore.launch`` do."""
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        assert list(tmp_path.iterdir())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr("tpcore.trace.api.launch", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        trace.parallel_model_trace(nn.Identity, X, 1, backend="cpu_gloo")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "error", "message"),
+    [
+        ((X, 0), {}, ValueError, "tp_degree must be a whole number of ranks, 1 or more, not 0"),
+        ((X, True), {}, ValueError, "not True"),
+        ((X, "2"), {}, ValueError, "not '2'"),
+        ((X, 1_000_000), {}, ValueError, r"tp_degree=1000000: this machine can hold \d+ ranks of backend 'cpu"),
+        ((), {}, TypeError, "inputs and example_inputs are two names"),
+        ((X,), {"example_inputs": X}, TypeError, "inputs and example_inputs are two names"),
+        (("x",), {}, TypeError, "inputs must be a tensor, a tuple, a list or a dict, not a str"),
+        ((X,), {"dynamic_shapes": {}, "bucket_inputs": [X]}, ValueError, "give one"),
+        ((X,), {"backend": "nope"}, BackendError, "no backend 'nope' is installed"),
+    ],
+)
+def test_arguments(args: Any, options: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        trace.parallel_model_trace(nn.Identity, *args, **{"backend": "cpu_gloo", **options})
+
+
+def test_dynamic_shapes_are_refused_before_any_process_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = backend_class("cpu_gloo")
+    monkeypatch.setattr(backend, "capabilities", replace(backend.capabilities, dynamic_shapes=False))
+    monkeypatch.setattr("tpcore.trace.api.launch", lambda *_, **__: pytest.fail("started"))
+    with pytest.raises(BackendError, match=r"'cpu_gloo' has programs of fixed sizes only.*bucket_inputs"):
+        trace.parallel_model_trace(nn.Identity, X, 1, backend="cpu_gloo", dynamic_shapes={"input": {0: "n"}})
+
+
+def test_loading_takes_one_directory() -> None:
+    for options in ({}, {"load_dir": "a", "model_dir": "b"}):
+        with pytest.raises(TypeError, match="load_dir and model_dir are two names"):
+            trace.parallel_model_load(**options)

@@ -1,0 +1,181 @@
+"""Models of transformers cut over stages and tp by ``parallelize``, as the whole model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from helpers import hf
+from helpers.hf import GPT2, NO_DROPOUT, TINY
+from helpers.pipelines import assert_same_gradients, part_of
+from helpers.worlds import each_rank
+
+import tpcore
+from tpcore import CheckpointError, Mesh
+from tpcore.layers.sharding import sharding
+from tpcore.testing import run_ranks
+
+FOUR = {**TINY, "num_hidden_layers": 4}
+ROUNDS = {"rtol": 1e-6, "atol": 1e-7}  # norms of transformers compute in float32
+
+MODELS = {
+    "llama": lambda: hf.llama(num_hidden_layers=4),
+    "llama, tied": lambda: hf.llama(num_hidden_layers=4, tie_word_embeddings=True),
+    "gpt2": lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(**{**GPT2, "n_layer": 4})),
+    "bert": lambda: transformers.BertForMaskedLM(transformers.BertConfig(**{**FOUR, **NO_DROPOUT})),
+}
+
+
+def text() -> dict[str, torch.Tensor]:
+    """As many labels in each microbatch."""
+    batch = hf.text(length=6)
+    return {name: torch.cat([t[:2], t[:2]]) for name, t in batch.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "pp", "tp", "sequence_parallel"),
+    [
+        ("llama", 2, 2, False),
+        ("llama", 2, 2, True),
+        ("llama, tied", 4, 1, False),
+        ("llama, tied", 1, 2, False),
+        ("gpt2", 2, 2, True),
+        ("bert", 2, 2, False),
+    ],
+)
+def test_equals_the_whole_model(name: str, pp: int, tp: int, sequence_parallel: bool) -> None:
+    whole = hf.double(MODELS[name])
+    want = whole(**text()).loss
+    want.backward()
+
+    def rank(ctx: tpcore.ParallelContext) -> set[str]:
+        for engine in ("layers", "lockstep"):
+            model: Any = hf.double(MODELS[name])
+            tpcore.parallelize(model, num_microbatches=2, sequence_parallel=sequence_parallel)
+            if engine == "lockstep":
+                loss = tpcore.PipelineModel(model, 2).run_train(**text())
+            else:
+                loss = model(**text()).loss
+                loss.backward()
+            torch.testing.assert_close(loss.detach(), want, **ROUNDS)
+            assert_same_gradients(model, whole, ctx, **ROUNDS)
+        return {key for key, _ in model.named_parameters()}
+
+    names = run_ranks(Mesh({"pp": pp, "dp": 1, "tp": tp}), rank)
+    assert set().union(*names) == {key for key, _ in whole.named_parameters()}
+
+
+def test_stages_need_a_number_of_microbatches() -> None:
+    mesh = {"pp": 2, "dp": 1, "tp": 1}
+    hf.refused(r"parallelize on pp=2 stages needs num_microbatches=.* 8, they", hf.llama, mesh)
+
+
+@pytest.mark.parametrize("name", ["output_router_logits", "output_hidden_states", "output_attentions"])
+@pytest.mark.parametrize("pp", [1, 2])
+@each_rank(pp="pp", dp=1, tp=1)
+def test_what_is_collected_in_layers_is_refused(ctx: tpcore.ParallelContext, name: str, pp: int) -> None:
+    """It would be that of one stage and one microbatch, and so would a loss of routers."""
+    batch = {"input_ids": hf.text()["input_ids"]}
+    for options in ({}, {name: True}):
+        model = tpcore.parallelize(hf.mixtral(**options, attn_implementation="eager"), num_microbatches=3)
+        given = {} if options else {name: True}
+        engine = tpcore.PipelineModel(model, 3)
+        for call in (model, model.model, engine.run_train):
+            with pytest.raises(ValueError, match=f"{name}=True with num_microbatches: it is collected in the lay"):
+                call(**batch, **given)
+
+
+@pytest.mark.parametrize("name", ["input_ids", "labels"])
+@each_rank(pp=2, dp=1, tp=1)
+def test_stages_with_other_batches_are_refused(ctx: tpcore.ParallelContext, name: str) -> None:
+    """They share the vocabulary, which would mix them up."""
+    model: Any = tpcore.parallelize(hf.llama(), num_microbatches=3)
+    batch = hf.text()
+    batch[name] = batch[name].roll(ctx.coord("pp"), 1)
+    with pytest.raises(ValueError, match=f"stages 0 and 1 .* differ in {name}: .*takes ctx.index"):
+        model(**batch)
+
+
+def test_stages_save_one_model(tmp_path: Path) -> None:
+    def made() -> Any:
+        torch.manual_seed(0)
+        return hf.llama(num_hidden_layers=4, tie_word_embeddings=True)
+
+    full = made().state_dict()
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        model: Any = tpcore.parallelize(made(), num_microbatches=2)
+        for _ in range(2):  # over files that are there
+            model.save_pretrained(tmp_path, max_shard_size="20KB")
+
+    run_ranks(Mesh({"pp": 2, "dp": 1, "tp": 2}), rank)
+    again, info = transformers.LlamaForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert all(torch.equal(t, full[name]) for name, t in again.state_dict().items())
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert len([*tmp_path.glob("*.safetensors")]) > 1
+    assert not (tmp_path / ".stages").exists()
+
+
+def test_a_save_of_stages_that_fails_leaves_the_model_that_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> Any:
+        raise tpcore.CheckpointError("no space left")
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        model: Any = tpcore.parallelize(hf.llama(), num_microbatches=2)
+        model.save_pretrained(tmp_path)
+        monkeypatch.setattr("tpcore_hf.load.gathered.consolidate", full)
+        with pytest.raises(tpcore.CheckpointError, match="no space left"):
+            model.save_pretrained(tmp_path)
+
+    run_ranks(Mesh({"pp": 2, "dp": 1, "tp": 1}), rank)
+    assert {f.name for f in tmp_path.iterdir()} == {"config.json", "generation_config.json", "model.safetensors"}
+
+
+def test_each_stage_reads_its_own_of_the_files(tmp_path: Path) -> None:
+    """Lazily, and into a model that is there; what is on a stage alone says so afterwards."""
+    torch.manual_seed(0)
+    whole = hf.llama(num_hidden_layers=4)
+    whole.save_pretrained(tmp_path)
+    full, want = whole.state_dict(), whole(**hf.text()).loss.detach()
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        with tpcore.lazy():
+            lazily: Any = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+        tpcore.parallelize(lazily, num_microbatches=1)
+        there: Any = tpcore.parallelize(hf.llama(num_hidden_layers=4), num_microbatches=1)
+        tpcore.checkpoint.load(tmp_path, there, sharded=False)
+        for model in (lazily, there):
+            for name, p in model.named_parameters():
+                assert torch.equal(p, part_of(full[name], p, ctx)), name
+                on_one = name.startswith("model.layers.")
+                mark = sharding(p)
+                assert on_one == (mark is not None and mark.layout.slot is not None), name
+            # as the whole model's in float32, in which the order of sums differs
+            torch.testing.assert_close(model(**hf.text()).loss.detach(), want, rtol=1e-5, atol=1e-5)
+
+    run_ranks(Mesh({"pp": 2, "dp": 1, "tp": 2}), rank)
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_name_that_no_stage_has_is_refused_at_any_number_of_stages(tmp_path: Path, pp: int, sharded: bool) -> None:
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        model = tpcore.parallelize(hf.llama(num_hidden_layers=2), num_microbatches=1)
+        before = {k: v.clone() for k, v in model.state_dict().items()}
+        with pytest.raises(CheckpointError, match=r"does not fit the model:\n  'of.nobody': the checkpoint has"):
+            tpcore.checkpoint.load(where, model, sharded=sharded)
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+    whole, where = hf.llama(num_hidden_layers=2), tmp_path / "whole.pt"
+    state = {**whole.state_dict(), "of.nobody": torch.ones(2)}
+    torch.save(state, where)
+    if sharded:
+        where = tmp_path / "c"
+        run_ranks(Mesh({"pp": 1, "dp": 1, "tp": 1}), lambda ctx: tpcore.checkpoint.save({"model": state}, where))
+    run_ranks(Mesh({"pp": pp, "dp": 1, "tp": 1}), rank)

@@ -464,7 +464,8 @@ PAGE = """# Families of transformers
 
 {works} families of transformers {version} work and {refused} are refused: a `ValueError` before anything is changed. A
 tiny model of each, with a layer of every kind that the family has and its optional features on, was sharded over two
-ranks: its loss, its output and every gradient equal the whole model's (`PYTHONPATH=tests python -m helpers.families --table`).
+ranks: its loss, its output and every gradient equal the whole model's
+(`PYTHONPATH=tests python -m helpers.families --table`).
 
 The figure is the part of the parameters that each of the two ranks holds. Tables of positions and patches stay whole,
 and weigh more in tiny models than in real ones.

@@ -1,5 +1,6 @@
-"""How soon the other ranks name one that ends or is stopped at a step of a sum: ``PYTHONPATH=tests python -m helpers.lost_ranks``.
+"""How soon the other ranks name one that ends or is stopped at a step of a sum.
 
+``PYTHONPATH=tests python -m helpers.lost_ranks``
 It prints a table, and exits with status 1 if a rank is not named by all others, is named late, or leaves a
 process behind. ``--times 5`` runs each case so often; a cell is the slowest of them all.
 """

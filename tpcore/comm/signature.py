@@ -7,7 +7,10 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from hashlib import blake2b
+from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 from types import CodeType
 
@@ -16,8 +19,6 @@ import torch
 from .. import settings
 from ..errors import CollectiveMismatchError
 
-_FOLDERS = Path(__file__).parents[1], Path(torch.__file__).parent
-_LIBRARY = (*(str(folder) + os.sep for folder in _FOLDERS), "<frozen", "<eval")
 ALL = sys.maxsize
 _WARMUP = 512
 _TEXT = 4096  # bytes of a packed Call
@@ -30,14 +31,25 @@ Caller = tuple[CodeType, int, int, int]
 """A site, and the layer whose forward makes the call: its number of how many on its group; 0 and 0 without one."""
 
 
+@cache
+def library() -> tuple[str, ...]:
+    """How the paths of files begin that are tpcore's, torch's, or of a package that is plugged into tpcore."""
+    groups = entry_points()
+    points = (*groups.select(group="tpcore"), *groups.select(group="tpcore.extensions"))
+    found = [find_spec(name) for name in {point.module.partition(".")[0] for point in points}]
+    plugged = {str(Path(spec.origin).parent) for spec in found if spec is not None and spec.origin is not None}
+    folders = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), *sorted(plugged)
+    return (*(folder + os.sep for folder in folders), "<frozen", "<eval")
+
+
 def call_site(*also: str) -> Site:
-    """Innermost frame outside tpcore, torch and files whose path starts with one of ``also``."""
+    """Innermost frame outside of ``library`` and of files whose path starts with one of ``also``."""
     return call_place(*also)[:2]
 
 
 def call_place(*also: str) -> Caller:
     """``call_site``, and the innermost layer whose forward makes the call, which tells calls of one loop apart."""
-    skip, layer = (*_LIBRARY, *also) if also else _LIBRARY, (0, 0)
+    skip, layer = (*library(), *also) if also else library(), (0, 0)
     frame = outermost = sys._getframe(1)
     while frame is not None:
         code = frame.f_code

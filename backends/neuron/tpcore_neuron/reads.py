@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import functools
-import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch_xla
 from torch import Tensor
 
-import tpcore
-from tpcore.comm.signature import call_site
+from tpcore.comm.signature import call_site, library
 from tpcore.errors import BackendError
 
-_HERE = str(Path(__file__).parent) + os.sep
-_TPCORE = str(Path(tpcore.__file__).parent) + os.sep
 READS = ("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__")
 Before = Callable[[Tensor, Sequence[Any]], None]
 """What to do with a tensor on XLA before its value is read, with the other arguments."""
@@ -54,9 +49,9 @@ def watch() -> None:
 
 def _warn(name: str, t: Tensor, arguments: Sequence[Any]) -> None:
     pending = torch_xla._XLAC._check_tensor_need_materialization([t])[0]
-    if sys._getframe(2).f_code.co_filename.startswith(_TPCORE) or not pending:
+    if sys._getframe(2).f_code.co_filename.startswith(library()) or not pending:
         return  # tpcore itself reads between steps, e.g. for a checkpoint
-    code, line = call_site(_HERE)
+    code, line = call_site()
     where = f"{code.co_filename}:{line}"
     if where in _reported:
         return
@@ -85,7 +80,7 @@ def refused() -> Iterator[None]:
 def _refuse(name: str, t: Tensor, arguments: Sequence[Any]) -> None:
     if name == "to" and not leaves_device(arguments):
         return
-    code, line = call_site(_HERE)
+    code, line = call_site()
     raise BackendError(
         f"{name} at {code.co_filename}:{line} reads a value, and a traced model has none: its program must "
         "be the same whatever the values are. Compute with tensors there (torch.where in place of if)"

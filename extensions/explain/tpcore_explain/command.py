@@ -15,7 +15,8 @@ from tpcore.cli.console import dtype_of, echo, numbers_of, table_of, tell
 from tpcore.errors import extra
 
 from .explain import Collective, Explanation, Program, StageCost, explain
-from .summary import kinds, pattern, replicated, save_picture, size, sizes
+from .modules import pattern
+from .summary import kinds, replicated, save_picture, size, sizes
 
 
 def explain_step(

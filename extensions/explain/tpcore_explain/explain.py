@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import nn
@@ -17,11 +17,12 @@ from tpcore.layout.mesh import Mesh
 from tpcore.runtime.consensus import Note, first_difference
 from tpcore.train.zero import Zero1
 
+from .modules import ShardedModel, sharded_model
 from .recording import Collective
 from .step import MakeOptimizer, Parameter, Program, StageCost, record
 from .target import AUTO, Factory, Inputs, build, function, rules_in, with_labels
 
-__all__ = ["Collective", "Explanation", "Parameter", "Program", "StageCost", "explain"]
+__all__ = ["Collective", "Explanation", "Parameter", "Program", "ShardedModel", "StageCost", "explain"]
 
 _MANY = 16  # up to this many ranks, all are recorded, and of more the corners of the mesh
 
@@ -68,8 +69,16 @@ class Explanation:
         }
 
 
-def explain(
-    target: str | Factory,
+@overload
+def explain(target: nn.Module) -> ShardedModel: ...  # type: ignore[overload-overlap]  # a module is a function too
+
+
+@overload
+def explain(target: str | Factory, **options: Any) -> Explanation: ...
+
+
+def explain(  # type: ignore[misc]  # the options above are these
+    target: str | Factory | nn.Module,
     *,
     tp: int = 1,
     dp: int = 1,
@@ -89,8 +98,11 @@ def explain(
     master_dtype: torch.dtype | None = None,
     max_norm: float | None = 1.0,
     ranks: Sequence[int] | None = None,
-) -> Explanation:
+) -> Explanation | ShardedModel:
     """Record a training step of every rank on ``meta`` tensors, and compare the ranks.
+
+    Of a model that is sharded already, ``explain(model)`` is a table to ``print``: each parameter, its shape on this
+    rank and of the whole, and how it is sharded or why it is not.
 
     ``target``: a function that returns a model with tpcore's layers, or ``(model, inputs)``; its name,
     ``package.module:function`` or ``path/to/file.py:function``; or a Hugging Face config: a directory, a
@@ -108,6 +120,8 @@ def explain(
 
     Raises ValueError for a target that cannot be built and for a step that reads values.
     """
+    if isinstance(target, nn.Module):
+        return sharded_model(target)
     mesh = Mesh({"pp": pp, "dp": dp, **({"ep": ep} if ep > 1 else {}), **({"cp": cp} if cp > 1 else {}), "tp": tp})
     change = function(parallelize) if isinstance(parallelize, str) else parallelize
     if plan is not None and change is not None:

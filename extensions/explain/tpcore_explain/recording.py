@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,13 +16,13 @@ from torch.utils.hooks import RemovableHandle
 
 from tpcore.backend.interface import Backend, Capabilities
 from tpcore.checkpoint.storage.tensorfile import nbytes_of
+from tpcore.comm.signature import library
 from tpcore.comm.transport import PRIMITIVES, Primitive
 from tpcore.comm.wrapper import TransportWrapper
 from tpcore.layout.mesh import Group
 from tpcore.train.pipeline import PipelinedLayers
 
 _HERE = str(Path(__file__).parent)
-LIBRARY = (str(Path(__file__).parents[2]) + os.sep, str(Path(torch.__file__).parent) + os.sep, "<")
 
 
 class Where(NamedTuple):
@@ -149,7 +148,7 @@ def _site() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith(LIBRARY):
+        if not name.startswith((*library(), "<")):
             return f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"
         if name.startswith(_HERE) and name != __file__:
             break
@@ -160,7 +159,7 @@ def _site() -> str:
 def _definition(module: nn.Module) -> str:
     """The definition of a module's forward. The model itself has only this: no user line calls it."""
     code = getattr(type(module).forward, "__code__", None)
-    if code is None or code.co_filename.startswith(LIBRARY):
+    if code is None or code.co_filename.startswith((*library(), "<")):
         return ""
     return f"{code.co_filename}:{code.co_firstlineno} in {code.co_name}"
 

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from tpcore.backend.registry import check_fits
 from tpcore.checkpoint.storage.tensorfile import nbytes_of
+from tpcore.comm.signature import library
 from tpcore.layers.module import move_model_to_device
 from tpcore.layers.sharding import sharding
 from tpcore.layout.mesh import Mesh
@@ -24,7 +25,7 @@ from tpcore.train.clip import scale_to
 from tpcore.train.pipeline import PipelinedLayers, Schedule
 from tpcore.train.step import stepping_of
 
-from .recording import LIBRARY, Collective, Recorder, RecordingBackend, tensors
+from .recording import Collective, Recorder, RecordingBackend, tensors
 from .target import Inputs
 
 Build = Callable[[], tuple[nn.Module, Inputs]]
@@ -208,7 +209,7 @@ def _explain_errors(rank: int, recorder: Recorder) -> Iterator[None]:
     try:
         yield
     except Exception as e:
-        frames = [f for f in traceback.extract_tb(e.__traceback__) if not f.filename.startswith(LIBRARY)]
+        frames = [f for f in traceback.extract_tb(e.__traceback__) if not f.filename.startswith((*library(), "<"))]
         at = f" at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
         if "process group has not been initialized" in str(e):
             raise ValueError(

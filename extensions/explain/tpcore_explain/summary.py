@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 from .explain import Explanation
+from .modules import pattern
 from .recording import Collective
 from .step import Parameter, Program
 
@@ -17,11 +17,6 @@ _COLOURS = ("#3f51b5", "#ef6c00", "#00897b", "#8e24aa", "#c62828", "#616161", "#
 _AXES = dict(zip(("tp", "dp", "pp", "cp"), _COLOURS, strict=False))
 _FULL = "#b0bec5"
 _BEST = 10
-
-
-def pattern(name: str) -> str:
-    """``encoder.layer.3.output`` as ``encoder.layer.*.output``."""
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
 def kinds(calls: Iterable[Collective]) -> list[tuple[Collective, str, int]]:

@@ -37,7 +37,7 @@ os.fsync = killed
 tpcore.checkpoint.save({"w": torch.ones(3)}, sys.argv[1])
 """
 REWRITE = """
-from tpcore.checkpoint import rewrite
+from tpcore_convert import rewrite
 os.fsync = killed
 rewrite.{}(sys.argv[1], sys.argv[2])
 """

@@ -70,7 +70,8 @@ def open_npz(path: str, how: Reading, stack: ExitStack) -> Source | None:
 
 @pytest.fixture(autouse=True)
 def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "FORMS", (Form(sharded=True, open=open_npz), *registry.FORMS))
+    known = tuple(registry.forms())
+    monkeypatch.setattr(registry, "forms", lambda: (Form(sharded=True, open=open_npz), *known))
 
 
 def test_blocks_of_a_form_are_those_of_the_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +238,7 @@ class Half(Stage):
 
 
 def test_a_form_of_stages_that_opens_at_its_own_number_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "FORMS", (Form(sharded=True, open=lambda path, how, stack: Halves()),))
+    monkeypatch.setattr(registry, "forms", lambda: [Form(sharded=True, open=lambda path, how, stack: Halves())])
 
     def read(ctx: ParallelContext) -> None:
         rank, n = ctx.coord("tp"), ctx.mesh.axes["tp"]

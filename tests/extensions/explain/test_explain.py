@@ -31,7 +31,8 @@ from tpcore.comm import mappings as ops
 from tpcore.testing import ThreadBackend, run_ranks
 from tpcore.testing.threads import ThreadTransport
 from tpcore_explain import target
-from tpcore_explain.summary import kinds, pattern, size
+from tpcore_explain.modules import pattern
+from tpcore_explain.summary import kinds, size
 
 HERE = Path(__file__).name
 
@@ -608,3 +609,25 @@ def test_a_configuration_of_which_no_model_is_made(tmp_path: Path, sizes: dict[s
     file.write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"], **sizes}))
     with torch.device("meta"), pytest.raises(ValueError, match=r"config.json has sizes of which no model is made: \S"):
         target.build(str(file), 1, 8)
+
+
+def test_a_sharded_model_is_shown_parameter_by_parameter() -> None:
+    def rank(ctx: tpcore.ParallelContext) -> Any:
+        torch.manual_seed(0)
+        model = hf.llama(tie_word_embeddings=True, vocab_size=99)
+        with pytest.raises(ValueError, match="nothing of this LlamaForCausalLM is sharded"):
+            tpcore.explain(model)
+        return tpcore.explain(tpcore.parallelize(model)), model
+
+    found, model = run_ranks(Mesh({"tp": 2}), rank)[0]
+    held = {id(p): p.nbytes for p in model.parameters()}
+    whole = sum(p.nbytes for p in hf.llama(tie_word_embeddings=True, vocab_size=99).parameters())
+    assert sum(row.nbytes * row.times for row in found.rows) == sum(held.values())
+    lines = str(found).splitlines()
+    assert lines[0].startswith(f"LlamaForCausalLM on tp=2: {sum(held.values()):,} of ")
+    words = {line.split()[0]: line for line in lines[2:]}
+    assert words["lm_head.weight"].endswith("tied to model.embed_tokens.weight")
+    assert words["model.layers.*.mlp.down_proj.weight"].endswith("dim 1 over tp")
+    assert words["model.embed_tokens.weight"].endswith("dim 0 over tp, padded")
+    assert words["model.norm.weight"].endswith("whole: of full features, every rank the same")
+    assert sum(row.full_nbytes for row in found.rows) == whole

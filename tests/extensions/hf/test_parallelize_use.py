@@ -187,7 +187,7 @@ def test_what_would_pass_by_a_sharded_model_is_refused() -> None:
             model.resize_token_embeddings(120)
         # as TRL's trainers replace the forward, with an argument of this name
         model.forward = lambda fused_lm_head, **inputs: model.get_output_embeddings().weight
-        with pytest.raises(ValueError, match=r"train this model with SFTTrainer or DPOTrainer of tpcore\.integrations"):
+        with pytest.raises(ValueError, match=r"train this model with SFTTrainer or DPOTrainer of tpcore_hf\.trl"):
             model(**text(), fused_lm_head=True)
         with pytest.raises(TypeError, match=r"not a PeftModel: pass model\.base_model\.model$"):
             tpcore.parallelize(PeftModel())

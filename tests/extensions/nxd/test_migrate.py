@@ -172,7 +172,7 @@ def test_scripts_for_other_libraries() -> None:
         ("from megatron.core import mpu", "from tpcore_nxd import parallel_state as mpu", "mpu.rmsg()", 1),
         ("import megatron.core.mpu as m", "import tpcore_nxd.parallel_state as m", "m.get_data_parallel_rank()", 1),
         ("import optimum.neuron as on", "import tpcore_nxd.optimum_neuron as on", "on.NeuronTrainer", 1),
-        ("from optimum import neuron", "from tpcore.integrations import optimum_neuron as neuron", "neuron", 1),
+        ("from optimum import neuron", "from tpcore_nxd import optimum_neuron as neuron", "neuron", 1),
         # but a name that is not there is listed, and one that is elsewhere
         ("from megatron.core import mpu", "from tpcore_nxd import parallel_state as mpu", "mpu.get_cuda_rng()", 2),
         ("import optimum.neuron as on", "import tpcore_nxd.optimum_neuron as on", "on.trainers.NeuronTrainer", 2),

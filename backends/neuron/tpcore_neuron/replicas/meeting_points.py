@@ -97,11 +97,11 @@ def rank_here() -> int | None:
     return rank
 
 
-_LIBRARIES = (str(Path(torch_xla.__file__).parent) + os.sep, str(Path(__file__).parents[1]) + os.sep)
+_TORCH_XLA = str(Path(torch_xla.__file__).parent) + os.sep
 
 
 def _site() -> str:
-    code, line = call_site(*_LIBRARIES)
+    code, line = call_site(_TORCH_XLA)
     return f"{code.co_filename}:{line} in {code.co_name}"
 
 

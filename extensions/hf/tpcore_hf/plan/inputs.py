@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-_OWN = ("transformers.", "tpcore.", "torch.")
+_OWN = ("transformers.", "tpcore.", "tpcore_", "torch.")
 """Where the functions are of which a forward of transformers consists, its decorators with it."""
 
 

@@ -237,7 +237,7 @@ class SequenceLoss:
     def __init__(self, inner: Callable[..., Tensor], context: DealtTokens) -> None:
         self._inner, self._context = inner, context
         # of which it is known that it counts
-        self._sums = str(getattr(inner, "__module__", "")).startswith(("transformers.", "tpcore."))
+        self._sums = str(getattr(inner, "__module__", "")).startswith(("transformers.", "tpcore.", "tpcore_"))
 
     def __call__(
         self,

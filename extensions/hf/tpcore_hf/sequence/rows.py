@@ -35,7 +35,7 @@ def see_whole(module: nn.Module, context: DealtTokens, always: bool) -> None:
 def _is_watched(module: nn.Module) -> bool:
     hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
     made = [hook.func if isinstance(hook, partial) else hook for hook in hooks]
-    return any(not str(getattr(hook, "__module__", "")).startswith("tpcore.") for hook in made)
+    return any(not str(getattr(hook, "__module__", "")).startswith(("tpcore.", "tpcore_")) for hook in made)
 
 
 def _over_whole(context: DealtTokens, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -34,7 +34,7 @@ PUBLIC = {
             all_gather all_to_all averaged collect copy gather reduce reduce_scatter scatter shift sum_dtype transformed
         """,
         "tpcore.runtime.random": "draw get_state manual_seed mixed seeded set_state sharded",
-        "tpcore_explain.explain": "Collective Explanation Parameter Program StageCost explain",
+        "tpcore_explain.explain": "Collective Explanation Parameter Program ShardedModel StageCost explain",
         "tpcore.checkpoint": "dtensor_state_dict latest load save wait",
         "tpcore_hf.accelerate": "Accelerator",
         "tpcore_nxd.optimum_neuron": """

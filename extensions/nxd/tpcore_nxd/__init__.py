@@ -5,23 +5,12 @@ Names are at the paths that NeuronX Distributed gives them, and what only its si
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from . import marks as marks  # whatever a script imports from here, its marks on parameters are read
-
 __version__ = "0.18.0"
 """Of NeuronX Distributed, whose names are here."""
-
-
-def mirror(module: str, *paths: str) -> None:
-    """Let ``module`` be found by ``paths`` below ``tpcore_nxd``, too: NeuronX Distributed has parts of it there."""
-    for path in paths:
-        parent, _, name = f"{__name__}.{path}".rpartition(".")
-        sys.modules[f"{parent}.{name}"] = sys.modules[module]
-        setattr(sys.modules[parent], name, sys.modules[module])
 
 
 def __getattr__(name: str) -> Any:

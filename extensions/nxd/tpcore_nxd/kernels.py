@@ -14,8 +14,8 @@ from tpcore.layers.tokens import TokenOrder, Visible
 from tpcore.runtime import random
 from tpcore.runtime.context import current
 
-from . import mirror
 from .parallel_layers.parallel_state import get_context_model_parallel_src_tgt_pairs
+from .paths import mirror
 
 
 def nki_flash_attn_func(

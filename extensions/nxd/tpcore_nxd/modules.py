@@ -16,8 +16,8 @@ from tpcore.layers.fused import enter
 from tpcore.layers.initial import Init, kaiming_uniform, uniform_bias, unsharded
 from tpcore.layout.shard import Block, ShardSpec
 
-from . import mirror
 from .parallel_layers.attributes import NormArguments, Place, PublishedAttributes
+from .paths import mirror
 
 __all__ = ["GQAQKVColumnParallelLinear", "RMSNorm"]
 

@@ -15,7 +15,7 @@ from tpcore.train.clip import check_max_norm, scale_to
 from tpcore.train.parameters import named_of
 from tpcore.train.zero import Zero1
 
-from . import mirror
+from .paths import mirror
 from .utils import loss_of_closure
 
 Groups = list[list[int]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import mirror
+from .paths import mirror
 
 
 def apply_rotary_pos_emb(

@@ -16,8 +16,8 @@ from tpcore.runtime.context import current
 from tpcore.train.data_parallel import reduce_gradients
 from tpcore.train.pipeline import PipelinedLayers, PipelineModel, find_layers
 
-from . import mirror
 from .parallel_layers import parallel_state
+from .paths import mirror
 
 __all__ = ["NxDPPModel"]
 

@@ -19,7 +19,7 @@ from tpcore.layers.tokens import TokenOrder
 from tpcore.runtime.context import current, is_initialized
 from tpcore.runtime.init import default_backend
 
-from . import mirror
+from .paths import mirror
 
 __all__ = ["AdamW_FP32OptimParams", "cpu_mode", "get_batch_on_this_context_parallel_rank", "get_device", "get_logger"]
 __all__ += ["get_rank_info_str", "mark_step", "master_print", "move_model_to_device"]

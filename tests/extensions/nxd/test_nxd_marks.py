@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -260,3 +262,19 @@ def test_marks_on_one_rank_mean_nothing(make: Callable[[], nn.Module]) -> None:
         tpcore.optimizer_step(torch.optim.SGD(make().parameters(), lr=1.0))
 
     run_ranks(Mesh({"dp": 2, "tp": 1}), steps)
+
+
+def test_marks_are_read_where_a_script_imports_what_is_nxd_s_and_nowhere_else() -> None:
+    code = """
+import sys, tpcore
+tpcore.parallelize, tpcore.explain  # names that extensions add
+print("tpcore_nxd.marks" in sys.modules)
+for name in sys.argv[1:]:
+    for known in [m for m in sys.modules if m.startswith("tpcore_nxd")]:
+        del sys.modules[known]
+    __import__(f"tpcore_nxd.{name}")
+    print("tpcore_nxd.marks" in sys.modules)
+"""
+    paths = ["parallel_layers", "parallel_state", "trainer", "optimizer", "pipeline", "modules", "utils", "operators"]
+    found = subprocess.run([sys.executable, "-c", code, *paths], check=True, capture_output=True, text=True).stdout
+    assert found.split() == ["False", *["True"] * len(paths)]

@@ -1,5 +1,6 @@
 """The import paths of NeuronX Distributed's layers: the same objects as in tpcore, under their old names."""
 
+from .. import marks as marks  # of scripts that import it, marks on parameters are read
 from . import attributes, checkpointing, grads, layers, mappings, parallel_state, utils
 from .checkpointing import load, save
 from .grads import clip_grad_norm

@@ -12,8 +12,8 @@ from tpcore.layers.initial import Init
 from tpcore.layers.module import Device, ParallelModule
 from tpcore.layers.sharding import Sharding, stamp
 
-from .. import mirror
 from ..marks import EXPERTS, cut_of_layer
+from ..paths import mirror
 
 Place = Device | Literal[False]
 """Where to allocate. False means None."""

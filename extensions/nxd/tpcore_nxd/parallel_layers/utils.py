@@ -18,8 +18,8 @@ from tpcore.log import inform
 from tpcore.runtime.context import current
 from tpcore.runtime.random import get_state, manual_seed, set_state, sharded
 
-from .. import mirror
 from ..marks import cut_of_layer
+from ..paths import mirror
 from .attributes import mark
 
 __all__ = ["EmbeddingUtility", "copy_tensor_model_parallel_attributes", "divide", "ensure_divisibility"]

@@ -1,6 +1,6 @@
 """The trainer of NeuronX Distributed, by its path: from a configuration to saved checkpoints."""
 
-from .. import mirror
+from ..paths import mirror
 from .checkpoint import finalize_checkpoint, has_checkpoint, load_checkpoint, save_checkpoint
 from .model import (
     NxDModel,

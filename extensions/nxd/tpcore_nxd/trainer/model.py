@@ -20,9 +20,9 @@ from tpcore.train.pipeline import PipelinedLayers, find_layers
 from tpcore.train.pipeline.model import loss_of
 from tpcore.train.step import optimizer_step
 
-from .. import mirror
 from ..optimizer import NeuronZero1Optimizer
 from ..parallel_layers.grads import allreduce_sequence_parallel_gradients
+from ..paths import mirror
 from ..pipeline import NxDPPModel, Wrapper
 from ..utils import loss_of_closure
 

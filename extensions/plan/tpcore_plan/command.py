@@ -9,20 +9,15 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.table import Table
 
-from tpcore.cli.console import bytes_of, dtype_of, echo, numbers_of, show, table_of, tell
+from tpcore.cli.console import bytes_of, dtype_of, echo, show, table_of, tell
 from tpcore.errors import extra
 from tpcore_explain.summary import save_pictures, size
 
 from .machine import PUBLISHED
-from .simulate import JobModel, forecast
 
 if TYPE_CHECKING:  # a model's rooms take long to import
     from .machine import Machine
     from .search import MeshPlan
-
-_MTBF = 54 * 24 * 16_384 / 419
-"""Hours between failures of a device: 419 interruptions that nobody had planned in 54 days of 16,384 GPUs (Llama 3,
-arXiv:2407.21783, section 3.3.4)."""
 
 
 def plan_mesh(
@@ -38,11 +33,6 @@ def plan_mesh(
     capacity_factor: float | None = typer.Option(None, min=0, help="Of experts: how much of an even share each takes."),
     as_json: bool = typer.Option(False, "--json", help="Print everything as JSON, for programs."),
     plot: Path | None = typer.Option(None, help="Draw memory, time and scaling to this file: out.png, out.svg."),
-    simulate: str | None = typer.Option(None, help="Numbers of devices, as 1000,10000: what part of time is used."),
-    mtbf: float = typer.Option(_MTBF, min=1e-3, help="With --simulate: hours between failures of a device."),
-    save: float = typer.Option(60, min=1e-3, help="With --simulate: seconds that a checkpoint stops a job."),
-    restart: float = typer.Option(600, min=0, help="With --simulate: seconds from a failure to the next step."),
-    jitter: float = typer.Option(0.02, min=0, help="With --simulate: spread of the log of a device's time for a step."),
     calibrated: bool = typer.Option(False, "--calibrate", help="Measure this machine, in a minute, into --out."),
     out: Path = typer.Option(Path("machine.json"), help="With --calibrate: the file to write."),
 ) -> None:
@@ -56,13 +46,9 @@ def plan_mesh(
     try:
         if calibrated:
             show(*_machine_lines(calibrate(out, devices=devices), out))
-        if simulate is not None:
-            for count in numbers_of("--simulate", simulate):
-                model = JobModel(count, mtbf * 3600, save, restart, jitter)
-                show(*forecast(model).lines())
         if target is None:
-            if not calibrated and simulate is None:
-                raise ValueError("name a model, or give --calibrate or --simulate")
+            if not calibrated:
+                raise ValueError("name a model, or give --calibrate")
             return
         sizes: dict[str, Any] = {"hosts": hosts, "devices": devices, "per_host": per_host, "machine": machine}
         sizes |= {"batch": batch, "seq_len": seq_len, "dtype": dtype_of(dtype), "capacity_factor": capacity_factor}

@@ -354,8 +354,7 @@ def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
     assert "does not fit" in nothing.output
     assert "more memory than a device has for it" in nothing.output
     for words, text in (
-        ((), "name a model, or give --calibrate or --simulate"),
-        (("--simulate", "many"), "--simulate takes numbers with commas, as 0,3, not 'many'"),
+        ((), "name a model, or give --calibrate"),
         ((str(tmp_path), "--dtype", "int8"), "torch has no floating dtype 'int8'"),
         ((str(tmp_path), "--machine", "abacus"), "no machine 'abacus'"),
         ((str(tmp_path), "--memory", "80"), "--memory 80: a size such as 5GB"),
@@ -363,10 +362,3 @@ def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
         failed = command(*words)
         assert failed.exit_code == 2
         assert text in failed.output
-
-
-def test_the_command_simulates_large_jobs() -> None:
-    shown = command("--simulate", "1000,10000")
-    assert shown.exit_code == 0
-    assert shown.output.count("Simulation, not a measurement") == 2
-    assert "10,000 devices" in shown.output

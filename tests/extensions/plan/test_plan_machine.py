@@ -1,4 +1,4 @@
-"""Machines for planning: published figures, files, calibration, simulated failures and pictures."""
+"""Machines for planning: published figures, files, calibration and pictures."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
 
@@ -18,7 +17,6 @@ from tpcore_explain.summary import save_pictures
 from tpcore_plan import calibrate as calibration
 from tpcore_plan.calibrate import AllReduce, calibrate, fit
 from tpcore_plan.machine import LINK_EFFICIENCY, MATMUL_EFFICIENCY, PUBLISHED, Machine, find
-from tpcore_plan.simulate import JobModel, daly, forecast, goodput, goodput_formula, straggling, young
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -121,57 +119,6 @@ def test_a_share_of_a_rate_is_the_same_by_any_clock(monkeypatch: pytest.MonkeyPa
 def test_calibration_of_one_device_is_refused() -> None:
     with pytest.raises(ValueError, match="needs 2 devices or more, to measure their links, and there is 1"):
         calibrate(devices=1, backend="cpu_gloo")
-
-
-# -- simulation -----------------------------------------------------------------------------------------
-YEAR = 365 * 86_400.0
-JOBS = [JobModel(n, 5 * YEAR, 60, 300, 0.02) for n in (1_000, 10_000)] + [JobModel(10_000, YEAR, 120, 900)]
-
-
-@pytest.mark.parametrize("job", JOBS)
-@pytest.mark.parametrize("factor", [0.5, 1.0, 3.0])
-def test_simulated_goodput_is_the_formula_within_its_error(job: JobModel, factor: float) -> None:
-    found = goodput(job, factor * daly(job), seed=1)
-    # four standard errors: one of 16,000 right simulations is further off, and the seed is fixed
-    assert abs(found.simulated - found.formula) < 4 * found.error
-    assert found.error < 0.01
-
-
-@pytest.mark.parametrize("job", JOBS)
-def test_the_best_simulated_interval_is_near_dalys(job: JobModel) -> None:
-    found = forecast(job, runs=1000, seed=2)
-    # at its optimum goodput is flat: 30 % beside it costs less than 1 % of the overhead there
-    assert found.best == pytest.approx(found.daly, rel=0.3)
-    assert found.goodput == pytest.approx(goodput_formula(job, found.daly) / found.straggling, rel=0.02)
-    assert found.lines()[0].startswith("Simulation, not a measurement")
-    assert found.to_json()["simulation"] is True
-
-
-def test_dalys_interval_is_youngs_where_checkpoints_are_cheap_and_the_mean_where_they_are_dear() -> None:
-    cheap, dear = JobModel(1, 1e9, 1e-3, 0), JobModel(1000, 1e3, 10, 0)
-    assert daly(cheap) == pytest.approx(young(cheap), rel=1e-3) == pytest.approx((2 * 1e-3 * 1e9) ** 0.5, rel=1e-3)
-    assert daly(dear) == dear.mean == 1
-
-
-@pytest.mark.parametrize("devices", [1, 100, 10_000])
-def test_the_slowest_of_many_devices(devices: int) -> None:
-    job, draw = JobModel(devices, YEAR, 1, 1, jitter=0.05), np.random.default_rng(0)
-    worst = [draw.standard_normal(devices).max() for _ in range(200)]
-    # 200 maxima, each with a deviation of at most the jitter: four standard errors
-    assert straggling(job) == pytest.approx(np.exp(job.jitter * np.array(worst)).mean(), abs=4 * 0.06 / 200**0.5)
-
-
-@pytest.mark.parametrize(("field", "value"), [("mtbf", 0.0), ("save", -1.0), ("jitter", float("nan")), ("devices", 0)])
-def test_a_job_that_cannot_be_is_refused_with_its_value(field: str, value: float) -> None:
-    with pytest.raises(ValueError, match=f"not {value!r}"):
-        JobModel(**{"devices": 8, "mtbf": YEAR, "save": 1.0, "restart": 1.0, field: value})  # type: ignore[arg-type]
-
-
-def test_a_job_that_never_gets_anywhere_has_no_goodput() -> None:
-    job = JobModel(10_000, 1e5, 600, 600)  # a failure every 10 seconds
-    assert goodput(job, daly(job), segments=5).simulated == 0
-    assert goodput_formula(job, daly(job)) < 0.01
-    assert goodput_formula(job, 1e6) == 0
 
 
 # -- pictures -------------------------------------------------------------------------------------------

@@ -6,6 +6,8 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from types import MethodType
 from typing import Any, TypeVar, cast
@@ -46,6 +48,19 @@ from .shard.refusals import guard, is_guarded
 from .shard.replace import replace, restored_if_refused
 
 Model = TypeVar("Model", bound=nn.Module)
+
+
+@dataclass(frozen=True)
+class ParallelizeOptions:
+    """What ``parallelize`` was asked for, and in which job."""
+
+    ctx: ParallelContext
+    plan: dict[str, Rule]
+    sequence_parallel: bool
+    expert_parallel: bool
+    sending: Dispatch
+    num_microbatches: int | None
+    stages: int
 
 
 def parallelize(
@@ -93,91 +108,74 @@ def parallelize(
     supported, and sizes that tp does not divide (one error for all, with the degrees that fit). Collective: every rank
     of the tp group calls it with the same model and arguments.
     """
-    context = ctx or current()
+    context, staged = ctx or current(), num_microbatches is not None
+    adapters: AbstractContextManager[Any] = nullcontext(model)
     if any(type(module).__module__.partition(".")[0] == "peft" for module in model.modules()):
-        options: dict[str, Any] = {"sequence_parallel": sequence_parallel, "expert_parallel": expert_parallel}
-        options |= {"dispatch": dispatch, "capacity_factor": capacity_factor}
-        options |= {"plan": plan, "context_parallel": context_parallel, "num_microbatches": num_microbatches}
         from .adapters.sharded import aside
 
-        with aside(model) as base:
-            parallelize(base, ctx=context, lazy_from=lazy_from, quantize=quantize, **options)
-        return model
-    sending = Dispatch(dispatch, capacity_factor)
-    checked_model(model)
-    quantized.check(model, quantize, staged=num_microbatches is not None)
-    if is_guarded(model):
-        raise ValueError(f"this {type(model).__name__} is sharded already: parallelize it once, from the whole")
-    tokens = context_of(model, context, context_parallel)
-    stages = number_of_stages(context, num_microbatches)
-    with use(context), quantized.torchao_aside(model, quantize, staged=num_microbatches is not None):
-        rules, cuts = _decided(model, dict(plan or {}), expert_parallel, context, stages, sending)
-        weights = stored_weights(model, lazy_from, context)  # while the model has all names and shapes
-        with restored_if_refused(model):
-            layers, summary = _change(
-                model, rules, cuts, context, num_microbatches, sequence_parallel, sending, plan or {}
-            )
-            if tokens is not None:
-                cut_context(model, *tokens)
-        shard(filter(set(model.modules()).__contains__, layers))  # others are on another stage
-        if context.rank == 0 and layers:
-            inform(summary)
-        if weights is not None:
-            read_parts(model, weights, context, quantize)
-        elif quantize is not None:
-            for _, layer in quantized.layers_of(model):
-                quantized.quantize(model, layer, quantize)
+        adapters = aside(model)
+    sending, stages = Dispatch(dispatch, capacity_factor), number_of_stages(context, num_microbatches)
+    options = ParallelizeOptions(
+        context, dict(plan or {}), sequence_parallel, expert_parallel, sending, num_microbatches, stages
+    )
+    with use(context), adapters as base:
+        checked_model(base)
+        quantized.check(base, quantize, staged=staged)
+        if is_guarded(base):
+            raise ValueError(f"this {type(base).__name__} is sharded already: parallelize it once, from the whole")
+        tokens = context_of(base, context, context_parallel)
+        with quantized.torchao_aside(base, quantize, staged=staged):
+            rules, cuts = _decided(base, options)
+            weights = stored_weights(base, lazy_from, context)  # while the model has all names and shapes
+            with restored_if_refused(base):
+                layers, summary = _change(base, rules, cuts, options)
+                if tokens is not None:
+                    cut_context(base, *tokens)
+            shard(filter(set(base.modules()).__contains__, layers))  # others are on another stage
+            if context.rank == 0 and layers:
+                inform(summary)
+            if weights is not None:
+                read_parts(base, weights, context, quantize)
+            elif quantize is not None:
+                for _, layer in quantized.layers_of(base):
+                    quantized.quantize(base, layer, quantize)
     return model
 
 
 def _change(
-    model: nn.Module,
-    rules: Mapping[str, Rule],
-    cuts: list[Cut],
-    context: ParallelContext,
-    num_microbatches: int | None,
-    sequence_parallel: bool,
-    sending: Dispatch,
-    user: Mapping[str, Rule],
+    model: nn.Module, rules: Mapping[str, Rule], cuts: list[Cut], options: ParallelizeOptions
 ) -> tuple[list[ParallelModule], str]:
     """All but the values of Parameters: the layers that will have a part, and in a line what they are."""
-    comm, stages = context.comm("tp"), number_of_stages(context, num_microbatches)
-    if sequence_parallel and comm.size > 1:
+    context, comm, sending = options.ctx, options.ctx.comm("tp"), options.sending
+    if options.sequence_parallel and comm.size > 1:
         check_hooks(model, cuts)
-    layers = _replace(model, cuts, context, stages, user) if cuts else []
+    layers = _replace(model, cuts, options) if cuts else []
     dispatch_by(model, sending)
     summary = _summary(model, sending.capacity_factor)
-    cuts = into_stages(model, cuts, num_microbatches)
-    if comm.size * stages > 1 or cuts:
-        _connect(model, cuts, comm, rules, sequence_parallel)
+    cuts = into_stages(model, cuts, options.num_microbatches)
+    if comm.size * options.stages > 1 or cuts:
+        _connect(model, cuts, comm, rules, options.sequence_parallel)
         experts = context.comm(*context.mesh.present(("ep",)))
-        generate_alike(model, context.comm("pp", "tp") if stages > 1 else comm, experts)
+        generate_alike(model, context.comm("pp", "tp") if options.stages > 1 else comm, experts)
     batch_alike(model, context)
     return layers, summary
 
 
-def _decided(
-    model: nn.Module,
-    rules: dict[str, Rule],
-    expert_parallel: bool,
-    context: ParallelContext,
-    stages: int,
-    sending: Dispatch,
-) -> tuple[Mapping[str, Rule], list[Cut]]:
+def _decided(model: nn.Module, options: ParallelizeOptions) -> tuple[Mapping[str, Rule], list[Cut]]:
     """The rules of the model with those that were given, and all cuts; ValueError for what does not fit."""
-    tp, ep = context.comm("tp").size, context.mesh.axes.get("ep", 1)
-    checked(rules, [name for name, _ in (*model.named_modules(), *model.named_parameters())])
-    rules = rules_of(model, rules)
-    cuts = decide(model, rules, expert_parallel, ep)
+    tp, axes, sending = options.ctx.comm("tp").size, options.ctx.mesh.axes, options.sending
+    checked(options.plan, [name for name, _ in (*model.named_modules(), *model.named_parameters())])
+    rules = rules_of(model, options.plan)
+    cuts = decide(model, rules, options.expert_parallel, axes.get("ep", 1))
     of_experts = [cut for cut in cuts if cut.style == styles.EXPERTS]
     check_dispatch(type(model).__name__, {cut.name: cut.module for cut in of_experts}, sending)
-    cp, factor = context.mesh.axes.get("cp", 1), sending.capacity_factor
+    cp, factor = axes.get("cp", 1), sending.capacity_factor
     if cp > 1 and factor is not None and sending.way != GATHERED:
         raise ValueError(
             f"dispatch={sending.way!r} with capacity_factor={factor} over cp={cp}: seats would be for a rank's own "
             f"tokens, not for whole sequences: pass dispatch={GATHERED!r}, or no capacity_factor"
         )
-    if tp * stages == 1:
+    if tp * options.stages == 1:
         cuts = of_experts  # where steps are compiled, they are one program at tp=1 too
     if tp > 1:
         check_inside(model, cuts, rules)
@@ -185,15 +183,13 @@ def _decided(
     return rules, cuts
 
 
-def _replace(
-    model: nn.Module, cuts: list[Cut], context: ParallelContext, stages: int, user: Mapping[str, Rule]
-) -> list[ParallelModule]:
+def _replace(model: nn.Module, cuts: list[Cut], options: ParallelizeOptions) -> list[ParallelModule]:
     """Put parallel layers in place, and give attention modules their local number of heads."""
-    comm = context.comm("tp")
+    context, comm = options.ctx, options.ctx.comm("tp")
     heads = list(attentions(model, cuts))
     all_heads = {owner: width // (head_size(owner) or 1) for owner, width, _ in heads}
-    layers = replace(model, cuts, _groups(model, context, stages))
-    _watch(model, cuts, user, context)
+    layers = replace(model, cuts, _groups(model, context, options.stages))
+    _watch(model, cuts, options.plan, context)
     for owner, width, projections in heads:
         if any(cut.module is owner and cut.style == styles.HEADS_ARGUMENT for cut in cuts):
             owner.register_forward_pre_hook(partial(heads_argument, comm, all_heads[owner]), with_kwargs=True)

@@ -46,18 +46,6 @@ def check_ids(ids: Tensor, size: int, what: str, ignore: int | None = None, *, r
 Embedding = TypeVar("Embedding", bound="ParallelEmbedding")
 
 
-class _ScaleGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: Tensor) -> Tensor:
-        ctx.save_for_backward(factor)
-        return x.clone()  # of a view autograd forbids in-place ops, and torch.compile takes no ctx.mark_dirty
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (factor,) = ctx.saved_tensors
-        return grad * factor, None
-
-
 class ParallelEmbedding(ParallelModule):
     """``nn.Embedding`` sharded over the tp group, with its initial values for the same seed.
 
@@ -196,15 +184,13 @@ class ParallelEmbedding(ParallelModule):
         """``y`` with its gradient scaled as ``padding_idx`` and ``scale_grad_by_freq`` require."""
         if (self.padding_idx is None and not self.scale_grad_by_freq) or not y.requires_grad:
             return y
-        factor = torch.ones_like(ids, dtype=y.dtype)
         if self.scale_grad_by_freq:
             counts = torch.zeros(self.num_embeddings, dtype=torch.float32, device=ids.device)
             counts = counts.scatter_add(0, ids.flatten(), torch.ones_like(ids, dtype=torch.float32).flatten())
-            factor = factor / counts[ids].to(y.dtype)
+            y = y.detach() + (y - y.detach()) / counts[ids].to(y.dtype).unsqueeze(-1)  # the same values
         if self.padding_idx is not None:
-            factor = factor * (ids != self.padding_idx)
-        out: Tensor = _ScaleGradient.apply(y, factor.unsqueeze(-1))
-        return out
+            y = torch.where((ids != self.padding_idx).unsqueeze(-1), y, y.detach())
+        return y
 
     @torch.no_grad()
     def _renormalize(self, ids: Tensor) -> None:

@@ -163,7 +163,7 @@ def test_forward_mode(net: type[nn.Module], tp: int, grad: bool) -> None:
         run_ranks(Mesh({"tp": tp}), rank)
 
 
-@pytest.mark.parametrize("net", [Mlp, TokenMlp, Words, SmoothWords])
+@at_nets
 @each_rank(tp=1)
 def test_transforms_of_torch_func(ctx: ParallelContext, net: type[nn.Module]) -> None:
     whole, sharded, x = pair(net)

@@ -108,6 +108,8 @@ def _partly(layer: ParallelModule, plain: nn.Module) -> Iterator[str]:
             "a forward of its own, set on it, which would compute with this rank's part of the parameters: delete it "
             "(accelerate.hooks.remove_hook_from_module, if it is accelerate's), and register a forward hook"
         )
+    if any(layer.sides) and (own := sorted(_of_subclass(type(plain)))):
+        yield f"a class that adds {', '.join(own)} to torch's, which a layer with a part of the features has not"
     if any(layer.sides) and any(vars(plain)[name] for name in _BACKWARD):
         yield "backward hooks, which would see a rank's part of the gradients: register them on the module around it"
     partly = ("sequence_parallel", "tokens", "input_is_copied", "skip_bias_add")
@@ -115,6 +117,18 @@ def _partly(layer: ParallelModule, plain: nn.Module) -> Iterator[str]:
         any(getattr(layer, name, None) for name in partly) or getattr(layer, "sequence_dim", None) is not None
     ):
         yield "hooks, which would see this rank's tokens, or a part of a sum: register them on the layer, for those"
+
+
+def _of_subclass(kind: type[nn.Module]) -> Iterator[str]:
+    """What classes derived from torch's, or from transformers', add to it, or have of their own."""
+    for part in kind.__mro__:
+        if part.__module__.startswith(("torch.nn.", "transformers.")):
+            return
+        yield from (name for name in vars(part) if not name.startswith("__") and name not in _ANY_SUBCLASS)
+
+
+_ANY_SUBCLASS = {"forward", "reset_parameters", "extra_repr"}
+"""What a layer has its own of: a forward that is not torch's was refused."""
 
 
 def _differs(layer: ParallelModule, plain: nn.Module, name: str, value: object) -> bool:

@@ -219,8 +219,14 @@ def graded(module: Any, _: Tensor) -> None:
     module.weight.grad = torch.ones_like(module.weight)
 
 
+def method(module: Any, _: Tensor) -> None:
+    module.__class__ = type("Stateful", (nn.Linear,), {"get_extra_state": lambda self: 3})
+
+
 ACTIVATION, ATTENTION = "model.layers.0.mlp.act_fn", "model.layers.0.self_attn"
-REFUSED = [(n, f) for n in (COLUMN, ROW) for f in (halved, stopped, forward, by_prune, by_weight_norm, by_orthogonal)]
+REFUSED = [
+    (n, f) for n in (COLUMN, ROW) for f in (halved, stopped, forward, by_prune, by_weight_norm, by_orthogonal, method)
+]
 REFUSED += [(n, f) for n in (TABLE, HEAD) for f in (forward, by_prune, parameter, graded)]
 REFUSED += [(COLUMN, hides), (ROW, graded), (ACTIVATION, scaled), (ACTIVATION, forward), (ATTENTION, forward)]
 

@@ -167,7 +167,7 @@ class Transport(ABC):
         self.group, self.size, self.members = group, group.size, group.members(rank)
         self.index = self.members.index(rank)  # host-side: for addressing, never in a computation
         # one element, moved to the device: torch_xla folds 0-d zeros and ones, and fills, into the program
-        self.position = torch.tensor([self.index]).to(device)
+        self.position = torch.tensor([self.index], device="cpu").to(device)
 
     def __repr__(self) -> str:
         """How tensors travel: part of the context's repr."""
@@ -231,7 +231,7 @@ class Transport(ABC):
 
     def permute(self, x: Tensor, to: tuple[int, ...]) -> Tensor:
         """Send ``x`` of member ``i`` to member ``to[i]``, or nowhere if that is -1. Who receives nothing gets zeros."""
-        sources = torch.tensor(inverse(to)).to(self.position.device).index_select(0, self.position)
+        sources = torch.tensor(inverse(to), device="cpu").to(self.position.device).index_select(0, self.position)
         output = self.all_gather(x.unsqueeze(0), 0).index_select(0, sources.clamp(min=0))[0]
         if -1 not in inverse(to):
             return output

@@ -13,7 +13,6 @@ from .module import ParallelModule
 from .sharding import sharding
 
 
-@torch.no_grad()
 def init_weights(model: nn.Module, fn: Callable[[nn.Module], object]) -> nn.Module:
     """``model.apply(fn)``, where each rank gets its part of what ``fn`` does to whole modules; returns the model.
 
@@ -30,10 +29,12 @@ def init_weights(model: nn.Module, fn: Callable[[nn.Module], object]) -> nn.Modu
                 f"init_weights: {name} is on one of pp={mark.ctx.mesh.axes['pp']} stages, and the order of random "
                 "numbers is that of all modules: call model.apply(fn) on the whole model, before it is sharded"
             )
-    return model.apply(lambda module: _initialized(module, fn))
+    return model.apply(lambda module: initialized(module, fn))
 
 
-def _initialized(module: nn.Module, fn: Callable[[nn.Module], object]) -> None:
+@torch.no_grad()
+def initialized(module: nn.Module, fn: Callable[[nn.Module], object]) -> None:
+    """Do to ``module`` what ``fn`` does to the whole of it."""
     if not isinstance(module, ParallelModule) or not module.shard_specs:
         fn(module)
         return

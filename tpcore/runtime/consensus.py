@@ -30,12 +30,12 @@ _LIMIT = 4096  # characters of a message that are sent
 def gather_bytes(data: bytes, comm: Comm) -> list[bytes]:
     """The ``data`` of every rank of the group, in group order. Collective."""
     device = comm.position.device
-    length = torch.tensor([len(data)], dtype=torch.int64).to(device)
+    length = torch.tensor([len(data)], device="cpu").to(device)
     lengths = [int(n) for n in comm.all_gather(length, 0).tolist()]
     room = max(1, *lengths)
     if not comm.eager:  # otherwise each length would compile a program of its own
         room = max(_LEAST, 1 << (room - 1).bit_length())
-    padded = torch.zeros((1, room), dtype=torch.uint8)
+    padded = torch.zeros((1, room), dtype=torch.uint8, device="cpu")
     padded[0, : len(data)] = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[: len(data)]
     rows = comm.all_gather(padded.to(device), 0).cpu()
     return [bytes(row[:n].tolist()) for row, n in zip(rows, lengths, strict=True)]

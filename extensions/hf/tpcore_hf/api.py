@@ -19,6 +19,7 @@ from tpcore.comm.comm import Comm
 from tpcore.comm.signature import checked_calls
 from tpcore.layers import ColumnParallelLinear
 from tpcore.layers.adopt import shard
+from tpcore.layers.apply import initialized
 from tpcore.layers.module import ParallelModule
 from tpcore.layers.sharding import sharding
 from tpcore.log import inform
@@ -223,6 +224,7 @@ def _connect(model: nn.Module, cuts: list[Cut], comm: Comm, rules: Mapping[str, 
     for part in model.modules():
         if hasattr(part, "save_pretrained"):  # a model of transformers, the outermost or one inside
             count_whole(part)
+            part.__dict__["_init_weights"] = partial(initialized, fn=cast(Any, part)._init_weights)
             if cast(Any, type(part)).save_pretrained.__module__.startswith("transformers."):
                 part.__dict__["save_pretrained"] = save or MethodType(save_whole, part)
 

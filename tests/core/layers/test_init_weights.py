@@ -60,6 +60,26 @@ def test_values_are_those_of_apply(name: str, mesh: dict[str, int]) -> None:
     run_ranks(Mesh(mesh), rank)
 
 
+@pytest.mark.parametrize("name", ["llama, tied", "mixtral"])
+def test_a_model_on_meta_gets_transformers_own_values(name: str) -> None:
+    def made(shard: Callable[[Any], Any]) -> Any:
+        with torch.device("meta"):
+            model = shard(MODELS[name]())
+        model.to_empty(device="cpu")
+        torch.manual_seed(5)
+        model.init_weights()
+        return model
+
+    whole = made(lambda model: model)
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        mine = made(tpcore.parallelize)
+        for key, p in whole.named_parameters():
+            assert torch.equal(mine.get_parameter(key), hf.part(p.detach(), mine.get_parameter(key))), key
+
+    run_ranks(Mesh({"tp": 2}), rank)
+
+
 def test_layers_made_without_a_plain_module_and_hooks() -> None:
     def make(kind: Any, **options: Any) -> nn.Module:
         torch.manual_seed(1)

@@ -200,10 +200,12 @@ def _replace(model: nn.Module, cuts: list[Cut], options: ParallelizeOptions) -> 
 
 
 def _watch(model: nn.Module, cuts: list[Cut], user: Mapping[str, Rule], context: ParallelContext) -> None:
-    """Look at what follows the layers that a user's rules leave in parts: no plan of a family was compared for it."""
+    """Look at what follows the layers that a user's rules, or in a user's class a family's, leave in parts: no plan was
+    compared for it."""
     for cut in cuts:
         layer = model.get_submodule(cut.name)
-        if isinstance(layer, ColumnParallelLinear) and rule_of(cut.name, user) is not None and context.checks is None:
+        compared = rule_of(cut.name, user) is None and is_own(model.get_submodule(cut.owner))
+        if isinstance(layer, ColumnParallelLinear) and not compared and context.checks is None:
             layer.checks = FirstCalls() if checked_calls() else None
 
 

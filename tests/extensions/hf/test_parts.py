@@ -18,6 +18,7 @@ from helpers.tiers import tiers
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.models.llama import modeling_llama
 from transformers.trainer_pt_utils import LabelSmoother
 
 import tpcore
@@ -323,6 +324,40 @@ class Line(torch.nn.Module):
         return self.down(self.work(self.up(x)))
 
 
+class LlamaLine(modeling_llama.LlamaMLP):  # type: ignore[misc]
+    """A user's class with a family's layers."""
+
+    work: Callable[[Tensor], Tensor]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.work(self.act_fn(self.gate_proj(x)) * self.up_proj(x)))
+
+
+@pytest.mark.parametrize("how", ["a norm", "an activation"])
+def test_work_in_a_users_class_under_a_familys_plan_is_right_or_refused(how: str) -> None:
+    def with_line() -> Any:
+        model = llama()
+        for layer in model.model.layers:
+            layer.mlp.__class__, layer.mlp.work = LlamaLine, LINES.get(how, F.gelu)
+        return model
+
+    assert_line(how, with_line)
+
+
+def assert_line(how: str, make: Callable[[], Any], **options: Any) -> None:
+    """A model of elementwise work alone is the whole one; the other work is refused."""
+    if how not in LINES:
+        hf.assert_equals_whole(make, (2,), **options)
+        return
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        model = tpcore.parallelize(hf.double(make), **options)
+        with pytest.raises(ValueError, match="sees only 32 of 64 features, different ones on each rank"):
+            model(**text())
+
+    run_ranks(TWO, rank)
+
+
 @pytest.mark.parametrize("how", [*LINES, "an activation"])
 def test_work_between_the_layers_of_a_users_plan_is_right_or_refused(how: str) -> None:
     plan = {"model.layers.*.mlp.up": "colwise", "model.layers.*.mlp.down": "rowwise"}
@@ -333,13 +368,4 @@ def test_work_between_the_layers_of_a_users_plan_is_right_or_refused(how: str) -
             layer.mlp = Line(LINES.get(how, F.gelu))
         return model
 
-    if how not in LINES:
-        hf.assert_equals_whole(with_line, (2,), plan=plan)
-        return
-
-    def rank(ctx: tpcore.ParallelContext) -> None:
-        model = tpcore.parallelize(hf.double(with_line), plan=plan)
-        with pytest.raises(ValueError, match="sees only 32 of 64 features, different ones on each rank"):
-            model(**text())
-
-    run_ranks(TWO, rank)
+    assert_line(how, with_line, plan=plan)

@@ -109,7 +109,10 @@ def _partly(layer: ParallelModule, plain: nn.Module) -> Iterator[str]:
             "(accelerate.hooks.remove_hook_from_module, if it is accelerate's), and register a forward hook"
         )
     if any(layer.sides) and (own := sorted(_of_subclass(type(plain)))):
-        yield f"a class that adds {', '.join(own)} to torch's, which a layer with a part of the features has not"
+        yield (
+            f"a class that adds {', '.join(own)} to torch's, which a layer with a part of the features cannot have: "
+            "put that on a module around it, or leave this one whole with the style 'replicate'"
+        )
     if any(layer.sides) and any(vars(plain)[name] for name in _BACKWARD):
         yield "backward hooks, which would see a rank's part of the gradients: register them on the module around it"
     partly = ("sequence_parallel", "tokens", "input_is_copied", "skip_bias_add")

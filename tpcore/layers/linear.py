@@ -249,6 +249,8 @@ class RowParallelLinear(ParallelLinear):
         y = self._matmul(self._enter(x, weight.shape[-1]), weight, None if self.skip_bias_add else self.bias)
         if dim is not None:
             y = self.as_part(y, dim, "tokens")
+        if self.region is not None:
+            self.region.spread = dim is not None
         if not self.skip_bias_add:
             return y
         if self.bias is None or dim is None:

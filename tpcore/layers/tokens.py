@@ -78,6 +78,11 @@ class TokenRegion:
     """Of the calls under way around the blocks, whether one needs whole tokens between them."""
     grad: bool = False
     """Whether gradients were on where that block began."""
+    spread: bool = False
+    """Whether what a block computes now has this rank's tokens: not from where a module has gathered them to its row
+    layer."""
+    running: bool = False
+    """Whether a block runs."""
 
     def __deepcopy__(self, memo: object) -> TokenRegion:
         return self  # what it says of a call ends with the call
@@ -89,6 +94,10 @@ class TokenRegion:
                 f"whole: recompute whole blocks, or pad the batch to a multiple of {self.comm.size} tokens"
             )
         return self.active
+
+    def is_spread(self) -> bool:
+        """``spread``, where a block runs, or a part of one is recomputed in backward by itself."""
+        return self.spread and (self.running or torch._C._current_graph_task_id() >= 0)
 
     def enter(self, x: Tensor) -> Tensor:
         """This rank's chunk of whole tokens, in its form."""
@@ -119,13 +128,16 @@ class TokenRegion:
 
     def gathered(self, x: Tensor) -> Tensor:
         """Chunks -> replicated, for work in a block that is the same on each rank."""
+        self.spread = False
         return ops.gather(x, self.comm, 1) if self.is_active() else x
 
     def scattered(self, x: Tensor) -> Tensor:
-        return ops.scatter(x, self.comm, 1) if self.is_active() else x
+        self.spread = self.is_active()
+        return ops.scatter(x, self.comm, 1) if self.spread else x
 
     def copied(self, x: Tensor) -> Tensor:
         """The input of column layers: tokens are gathered from the ranks if they are cut."""
+        self.spread = False
         if self.is_active():
             return ops.all_gather(x, self.comm, 1, dtype=torch.float32)
         return ops.copy(x, self.comm, dtype=torch.float32)

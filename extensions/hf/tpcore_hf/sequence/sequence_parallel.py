@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tpcore.comm import mappings as ops
 from tpcore.comm.comm import Comm
 from tpcore.layers import RowParallelLinear
 from tpcore.layers.adopt import is_hooked
@@ -23,7 +24,7 @@ from tpcore.train.pipeline import PipelinedLayers
 
 from ..plan import rules as plan
 from ..plan.decisions import Cut
-from ..shard.forwards import Draws, columns_by_owner, draw_inside, share_inputs, sum_gradients, with_forward
+from ..shard.forwards import SUBSTITUTED, Draws, columns_by_owner, draw_inside, share_inputs, sum_gradients, with_forward
 
 Map = Callable[[Tensor], Tensor]
 _BLOCK = "_tpcore_token_region"
@@ -40,10 +41,12 @@ def _within(block: nn.Module, region: TokenRegion) -> None:
         if active:
             args, kwargs = _before(region.bare, self, args, kwargs)
         before, region.active, region.grad = (region.active, region.grad), active, torch.is_grad_enabled()
+        region.running, region.spread = True, active
         try:
             output = original.forward(self, *args, **kwargs)
         finally:
             region.active, region.grad = before
+            region.running = False
         return _after(region.marked, self, args, output) if active else output
 
     block.__dict__[_BLOCK] = region
@@ -116,7 +119,7 @@ def cut_sequence(model: nn.Module, cuts: list[Cut], comm: Comm, draws: Draws) ->
             _enter(owner, "experts", region, blocks)
             owner.register_forward_hook(partial(_leave, region), with_kwargs=True)
             draw_inside(owner, draws)
-        _sum_norms(model, name, owners, region)
+        _sum_norms(model, name, owners, routed, region)
         blocks[0].register_forward_pre_hook(partial(_check_held, region, blocks), with_kwargs=True)
         blocks[0].register_forward_pre_hook(partial(_before, region.enter), with_kwargs=True)
         blocks[-1].register_forward_hook(partial(_after, region.leave))
@@ -163,12 +166,30 @@ def _enter(owner: nn.Module, calls: str, region: TokenRegion, blocks: nn.Module)
     owner.register_forward_pre_hook(partial(_before, region.gathered), with_kwargs=True)
 
 
-def _sum_norms(model: nn.Module, stack_name: str, owners: set[str], region: TokenRegion) -> None:
+class _Read:
+    """A whole parameter of a module that has all tokens until its row layer. Read where each rank has some, be it by
+    another module, or to be returned to one, it is a copy, whose gradients are summed."""
+
+    def __init__(self, name: str, region: TokenRegion) -> None:
+        self.name, self.region = name, region
+
+    def __get__(self, module: nn.Module | None, kind: type) -> Any:
+        if module is None or self.name not in module._parameters:
+            raise AttributeError(self.name)
+        p, region = module._parameters[self.name], self.region
+        return ops.copy(p, region.comm, dtype=torch.float32) if p is not None and region.is_spread() else p
+
+
+def _sum_norms(model: nn.Module, stack_name: str, owners: set[str], routed: set[str], region: TokenRegion) -> None:
     """Sum the gradients of norms, which see this rank's tokens only. Other modules might mix tokens: an error."""
-    for name, module in model.named_modules():
-        outside = not name.startswith(stack_name + ".") or any(f"{name}.".startswith(o + ".") for o in owners)
-        whole = list(module.parameters(recurse=False))
-        if outside or isinstance(module, ParallelModule) or not whole:
+    for name, module in model.get_submodule(stack_name).named_modules(prefix=stack_name):
+        whole = [] if isinstance(module, ParallelModule) else [n for n, _ in module.named_parameters(recurse=False)]
+        if not whole or any(f"{name}.".startswith(o + ".") for o in routed):
+            continue
+        if any(f"{name}.".startswith(o + ".") for o in owners):
+            if SUBSTITUTED not in vars(module):
+                reads = {n: _Read(n, region) for n in whole}
+                module.__class__ = with_forward(type(module), type(module).forward, reads)
             continue
         if not any(word in type(module).__name__ for word in ("Norm", "Scale")):
             raise ValueError(

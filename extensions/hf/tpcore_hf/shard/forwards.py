@@ -200,9 +200,11 @@ def _own_forward(module: nn.Module) -> tuple[type[nn.Module], Callable[..., Any]
     return original, lambda self, *args, **kwargs: vars(self)[_OWN](*args, **kwargs)
 
 
-def with_forward(original: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Module]:
-    """A subclass of ``original`` with its name and signature, and another ``forward``."""
-    names = {"__module__": original.__module__, "__qualname__": original.__qualname__}
+def with_forward(
+    original: type[nn.Module], forward: Callable[..., Any], also: Mapping[str, Any] | None = None
+) -> type[nn.Module]:
+    """A subclass of ``original`` with its name and signature, another ``forward``, and what is given ``also``."""
+    names = {"__module__": original.__module__, "__qualname__": original.__qualname__, **(also or {})}
     return type(original.__name__, (original,), {**names, "forward": wraps(original.forward)(forward)})
 
 

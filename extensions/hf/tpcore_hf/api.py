@@ -44,6 +44,7 @@ from .sequence.sequence_parallel import check_hooks, cut_sequence
 from .shard import quantized
 from .shard.figures import count_whole
 from .shard.forwards import drop_by_rank, share_inputs
+from .shard.gradients import FirstBackwards
 from .shard.loss import cut_loss
 from .shard.refusals import guard, is_guarded
 from .shard.replace import replace, restored_if_refused
@@ -133,6 +134,8 @@ def parallelize(
                 if tokens is not None:
                     cut_context(base, *tokens)
             shard(filter(set(base.modules()).__contains__, layers))  # others are on another stage
+            if checked_calls():
+                FirstBackwards(context.comm("tp")).watch(base)
             if context.rank == 0 and layers:
                 inform(summary)
             if weights is not None:

@@ -333,7 +333,7 @@ def test_what_no_forward_reads_is_kept(name: str, mesh: dict[str, int]) -> None:
         step = module.weight.register_post_accumulate_grad_hook(lambda p: None) if hasattr(module, "weight") else None
         tpcore.parallelize(model, num_microbatches=3 if "pp" in mesh else None)
         assert model.get_submodule(name) is module
-        assert step is None or len(module.weight._post_accumulate_grad_hooks) == 1
+        assert step is None or step.id in module.weight._post_accumulate_grad_hooks
         handle.remove()
         model(**text())
         assert_kept(module, notes)

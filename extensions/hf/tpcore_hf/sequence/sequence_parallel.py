@@ -7,7 +7,7 @@ Korthikanti et al. 2022, arXiv:2205.05198.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -62,7 +62,7 @@ def _before(change: Map, module: nn.Module, args: tuple[Any, ...], kwargs: dict[
 
 def _after(change: Map, module: nn.Module, args: Any, output: Any) -> Any:
     """A hook that changes a module's hidden states, its first output."""
-    return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
+    return (change(output[0]), *output[1:]) if isinstance(output, tuple | list) else change(output)
 
 
 def _leave(region: TokenRegion, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -116,7 +116,7 @@ def cut_sequence(model: nn.Module, cuts: list[Cut], comm: Comm, draws: Draws) ->
         share_inputs(model, of_experts)
         for owner in map(model.get_submodule, sorted(routed)):
             # it has all tokens, and returns this rank's: a router sees them all, as its loss is of the whole
-            _enter(owner, "experts", region, blocks)
+            _enter(owner, "experts", region, blocks.children())
             owner.register_forward_hook(partial(_leave, region), with_kwargs=True)
             draw_inside(owner, draws)
         _sum_norms(model, name, owners, routed, region)
@@ -151,14 +151,16 @@ def _enter_owners(model: nn.Module, cuts: list[Cut], region: TokenRegion, blocks
     shared = share_inputs(model, cuts, region.copied)
     gathered = {cut.owner for cut in cuts if cut.style == plan.COLUMN_GATHERED}
     for name in (columns.keys() | gathered) - shared:
-        _enter(model.get_submodule(name), ", ".join(columns[name]), region, blocks)
+        owner, around = model.get_submodule(name), any(other.startswith(f"{name}.") for other in columns)
+        _enter(owner, ", ".join(columns[name]), region, [owner] if around else blocks.children())
     for name in gathered:  # the output of these is whole on every rank
         model.get_submodule(name).register_forward_hook(partial(_after, region.scattered))
     return columns.keys() | gathered
 
 
-def _enter(owner: nn.Module, calls: str, region: TokenRegion, blocks: nn.Module) -> None:
-    if any(owner is block for block in blocks.children()):
+def _enter(owner: nn.Module, calls: str, region: TokenRegion, blocks: Iterable[nn.Module]) -> None:
+    """Gather the tokens for a module that calls column layers, which is none of ``blocks``, nor around another such."""
+    if any(owner is block for block in blocks):
         raise ValueError(
             f"sequence_parallel=True: {type(owner).__name__} calls {calls} itself, so "
             "that its tokens cannot enter whole there and stay cut elsewhere: this family works without"

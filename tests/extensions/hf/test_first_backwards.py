@@ -1,0 +1,160 @@
+"""Whole parameters in modules of a user's own: their gradients are those of all tokens, or the first backward refuses."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import hf
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+import tpcore
+from tpcore import Mesh
+from tpcore.testing import run_ranks
+
+TWO = Mesh({"tp": 2})
+IDS = torch.arange(16).reshape(2, 8) * 7 % 96
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+def _early(mlp: Any, plain: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    late = mlp.late
+    return plain(x) + late
+
+
+INSIDE: dict[str, Callable[[Any, Callable[[Tensor], Tensor], Tensor], Any]] = {
+    "added": lambda mlp, plain, x: plain(x) + mlp.late,
+    "returned": lambda mlp, plain, x: (plain(x), mlp.late),
+    "read outside": lambda mlp, plain, x: plain(x),
+    "a child": lambda mlp, plain, x: mlp.scale(plain(x)),
+    "twice": lambda mlp, plain, x: plain(x * mlp.late) * mlp.late,
+    "early": _early,
+    "derived": lambda mlp, plain, x: mlp.late.exp() + plain(x),
+    "of features": lambda mlp, plain, x: mlp.down_proj(mlp.up_proj(x) * mlp.temperature),
+}
+REFUSED = {("early", True), ("derived", True), ("of features", True), ("of features", False)}
+"""By what a module does, and whether tokens are sharded."""
+
+
+class Mine(LlamaMLP):
+    def __init__(self, config: Any, kind: str) -> None:
+        super().__init__(config)
+        self.kind, self.scale, self.late = kind, Scale(), nn.Parameter(torch.linspace(-1, 1, 32))
+        if kind == "of features":
+            self.temperature = nn.Parameter(torch.tensor(1.3))
+
+    def forward(self, x: Tensor) -> Any:
+        return INSIDE[self.kind](self, super().forward, x)
+
+
+class Around(nn.Module):
+    """Adds what the module inside has, or returns."""
+
+    def __init__(self, config: Any, kind: str) -> None:
+        super().__init__()
+        self.mlp = Mine(config, kind)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        y = self.mlp(hidden_states)
+        if isinstance(y, tuple):
+            return y[0] + y[1]
+        return y + self.mlp.late + self.mlp.scale.weight.exp() if self.mlp.kind == "read outside" else y
+
+
+def model(kind: str) -> Any:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 96}
+    made = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
+    for layer in made.model.layers:
+        layer.mlp = Around(made.config, kind)
+    return made.double()
+
+
+PLAN = {f"model.layers.*.mlp.mlp.{name}_proj": "colwise" for name in ("gate", "up")}
+PLAN |= {"model.layers.*.mlp.mlp.down_proj": "rowwise"}
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False], ids=["tokens", "whole"])
+@pytest.mark.parametrize("kind", INSIDE)
+def test_a_parameter_of_ones_own(kind: str, sequence_parallel: bool) -> None:
+    whole = model(kind)
+    plan: Any = PLAN | ({"model.layers.*.mlp.mlp.temperature": "replicate"} if kind == "of features" else {})
+    options = {"plan": plan, "sequence_parallel": sequence_parallel}
+    plain = copy.deepcopy(whole)
+    plain(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
+    want = {name: p.grad for name, p in plain.named_parameters()}
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        part = tpcore.parallelize(copy.deepcopy(whole), **options)
+        loss = part(input_ids=IDS, labels=IDS, use_cache=False).loss
+        if (kind, sequence_parallel) in REFUSED:
+            with pytest.raises(ValueError, match="of features or with sequence_parallel|differs between them"):
+                loss.backward()
+            return
+        loss.backward()
+        for name, p in part.named_parameters():
+            if (expected := want[name]) is not None:
+                # norms and rotary positions of transformers compute in float32
+                torch.testing.assert_close(p.grad, hf.part(expected, p), rtol=1e-5, atol=1e-6, msg=name)
+        block = part.model.layers[0]
+        assert block.mlp.mlp.late.is_leaf, "out of a forward it is the parameter itself"
+
+    run_ranks(TWO, rank)
+
+
+def test_a_part_recomputed_by_itself_sums_too() -> None:
+    whole = model("added")
+    plain = copy.deepcopy(whole)
+    plain(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        part = tpcore.parallelize(copy.deepcopy(whole), plan=PLAN, sequence_parallel=True)
+        layer = part.model.layers[0]
+        inner = layer.mlp.forward
+        layer.mlp.forward = lambda x: torch.utils.checkpoint.checkpoint(inner, x, use_reentrant=False)
+        part(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
+        late = layer.mlp.mlp.late
+        assert late.is_leaf
+        torch.testing.assert_close(late.grad, plain.model.layers[0].mlp.mlp.late.grad, rtol=1e-5, atol=1e-6)
+
+    run_ranks(TWO, rank)
+
+
+def test_other_batches_on_the_ranks_are_found() -> None:
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        part = tpcore.parallelize(model("added"), plan=PLAN)
+        made = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(ctx.rank), dtype=torch.float64)
+        with pytest.raises(ValueError, match="other batches"):
+            part(inputs_embeds=made, labels=IDS, use_cache=False).loss.backward()
+
+    run_ranks(TWO, rank)
+
+
+@pytest.mark.parametrize("name", ["mlp.mlp.up_proj", "self_attn.k_proj"])
+def test_parts_filled_as_if_they_were_whole_are_found(name: str) -> None:
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        part = tpcore.parallelize(model("added"), plan=PLAN)
+        torch.manual_seed(0)
+        part.model.layers[1].get_submodule(name).weight.data.normal_()
+        for backwards in range(2):  # the error comes once, and what was learned before it stays
+            loss = part(input_ids=IDS, labels=IDS, use_cache=False).loss
+            if backwards == 0:
+                with pytest.raises(ValueError, match=f"parts of model.layers.*{name}.weight have the same values"):
+                    loss.backward()
+            else:
+                loss.backward()
+
+    run_ranks(TWO, rank)

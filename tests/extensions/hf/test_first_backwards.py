@@ -6,9 +6,9 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import hf
 import pytest
 import torch
+from helpers import hf
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP

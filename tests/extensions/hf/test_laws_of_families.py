@@ -19,6 +19,7 @@ import torch
 from helpers import hf
 from helpers.families import SINGLE, Whole, _first, _some_loss, class_of, config_of, distance, on_the_page
 from helpers.tiers import tiers
+from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -148,9 +149,7 @@ def _takes(model: Any, name: str, kind: str) -> bool:
 def attached(kind: str, family: str, folder: Path) -> None:
     """Hooks that were set on modules before ``parallelize`` see whole features after, or it refuses, and says where."""
     given = whole(family)
-    with torch.device("meta"):
-        empty = type(given.model)(given.model.config)
-    _hooked(given.model, _accepted(empty, kind), kind)
+    _hooked(given.model, _accepted(copy.deepcopy(given.model).to("meta"), kind), kind)
 
     def run(model: Any, batch: dict[str, Tensor]) -> Found:
         output = called(model.train(), batch)
@@ -188,9 +187,10 @@ def inner_save(family: str, folder: Path) -> None:
             with suppress(ValueError, CheckpointError):
                 sharded.get_submodule(name).save_pretrained(folder / name)
 
-    run_ranks(TWO, rank)
     for name in names:
         model.get_submodule(name).save_pretrained(folder / f"{name} whole")
+    run_ranks(TWO, rank)
+    for name in names:
         want, got = _files(folder / f"{name} whole"), _files(folder / name)
         if not (folder / name).exists():
             continue  # refused
@@ -213,8 +213,8 @@ def turns(family: str, folder: Path) -> None:
             hf.recompute(model)
         try:
             losses = {n: _some_loss(_first(called(model.train(), _shorter(batch, n)))) for n in (8, 6)}
-        except ValueError as e:  # of ViT's patches and class token
-            assert "pad the batch to a multiple of 2" in str(e)  # noqa: PT017
+        except ValueError as e:  # of ViT's patches and class token; of DeBERTa, which reads what is between its blocks
+            assert re.search("pad the batch to a multiple of 2|leave out what asks for it", str(e))  # noqa: PT017
             return {}
         with torch.no_grad():
             called(model.eval(), _shorter(batch, odd))
@@ -233,20 +233,23 @@ FEW = ("llama", "bert", "gpt2", "t5", "mixtral", "vit")
 QUICK = [(family, law) for family in FEW for law in LAWS if family != "t5" or law not in KINDS]
 
 
-_OPEN = {
+ERRORS = {
     "backward_hooks": "embedding_gemma2_text falcon flaubert gemma3n_text llama4_text roc_bert xlm",
-    "hooks": "inkling_text",
     "inner_save": "deepseek_v4 dots3_note_text zaya",
-    "pre_hooks": "inkling_text",
-    "turns": "albert deberta-v2 gpt_neox_japanese openai-gpt",
 }
-NOT_YET = [(family, law) for law, names in _OPEN.items() for family in names.split()]
-"""Which families do not keep a law yet, or whose whole model ends in an error of its own: drills, until they do."""
+OF_THE_WHOLE = [(family, law) for law, names in ERRORS.items() for family in names.split()]
+"""Of which the whole model itself ends in an error: its forward changes in place what a backward hook has seen, or a
+configuration inside it cannot be written."""
 
 
 @pytest.mark.parametrize(
-    ("family", "law"),
-    tiers(QUICK, (point for point in itertools.product(WORKING, LAWS) if point not in NOT_YET), NOT_YET),
+    ("family", "law"), tiers(QUICK, (point for point in itertools.product(WORKING, LAWS) if point not in OF_THE_WHOLE))
 )
 def test_a_family_keeps_the_law(family: str, law: str, tmp_path: Path) -> None:
     LAWS[law](family, tmp_path)
+
+
+@pytest.mark.parametrize(("family", "law"), tiers((), OF_THE_WHOLE))
+def test_the_whole_model_errs_by_itself(family: str, law: str, tmp_path: Path) -> None:
+    with pytest.raises((RuntimeError, StrictDataclassError), match="is being modified inplace|Class validation error"):
+        LAWS[law](family, tmp_path)

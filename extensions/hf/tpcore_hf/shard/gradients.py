@@ -32,7 +32,9 @@ def _digest(t: Tensor) -> Tensor:
 
 
 def _chosen(names: Iterable[str], which: Tensor) -> str:
-    return ", ".join(dict.fromkeys(wildcard(n) for n, is_chosen in zip(names, which.tolist(), strict=True) if is_chosen))
+    return ", ".join(
+        dict.fromkeys(wildcard(n) for n, is_chosen in zip(names, which.tolist(), strict=True) if is_chosen)
+    )
 
 
 @dataclass(eq=False)

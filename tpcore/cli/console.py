@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 _WIDE = 1000
+_MANY = 1000
+"""Rows that rich sets in some seconds."""
 
 
 def printable(text: str, keep: str = "") -> str:
@@ -40,12 +42,16 @@ def table_of(*titles: str, right: Collection[str] = ()) -> Table:
 
 def show(*parts: str | Table) -> None:
     """Print texts as they are, so that a command line in them can be copied, and tables as wide as the terminal: for a
-    file or a pipe so wide that no name is broken."""
+    file or a pipe, or of many rows, so wide that no name is broken."""
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
         console = Console(highlight=False, markup=False, width=_WIDE)
     for part in parts:
-        if isinstance(part, Table):
+        if isinstance(part, Table) and part.row_count > _MANY:
+            rows = [*zip(*([str(column.header), *map(str, column.cells)] for column in part.columns), strict=True)]
+            widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+            echo("\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows))
+        elif isinstance(part, Table):
             console.print(part)
         else:
             echo(part)

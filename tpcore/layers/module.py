@@ -160,8 +160,12 @@ class ParallelModule(nn.Module):
         self._stamp_all()
         return self
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        for name in self.shard_specs:  # of a checkpoint that was loaded whole each rank takes its part
+            given, place = state_dict.get(prefix + name), self.sharding_of(name)
+            if given is not None and tuple(place.local_shape) != tuple(given.shape) == tuple(place.layout.shape):
+                state_dict[prefix + name] = self.part_of(name, given)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         self._stamp_all()
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -240,7 +240,11 @@ def test_refused_on_every_rank_with_the_values_and_the_remedy(ctx: ParallelConte
 
 
 @each_rank(dp=1, tp=2)
-def test_wrong_shapes_are_an_error_of_loading(ctx: ParallelContext) -> None:
-    layer = tpcore.ColumnParallelLinear(4, 8)
+def test_each_rank_takes_its_part_of_a_whole_state_dict(ctx: ParallelContext) -> None:
+    layer, plain = tpcore.ColumnParallelLinear(4, 7, pad=True), nn.Linear(4, 7)
+    whole = {name: torch.arange(p.numel()).view_as(p).float() for name, p in plain.state_dict().items()}
+    layer.load_state_dict(whole)
+    x = torch.ones(2, 4)
+    torch.testing.assert_close(layer(x), nn.functional.linear(x, whole["weight"], whole["bias"]))
     with pytest.raises(RuntimeError, match="size mismatch for weight"):
-        layer.load_state_dict(nn.Linear(4, 8).state_dict())
+        layer.load_state_dict(nn.Linear(4, 9).state_dict())

@@ -24,7 +24,15 @@ from tpcore.train.pipeline import PipelinedLayers
 
 from ..plan import rules as plan
 from ..plan.decisions import Cut
-from ..shard.forwards import SUBSTITUTED, Draws, columns_by_owner, draw_inside, share_inputs, sum_gradients, with_forward
+from ..shard.forwards import (
+    SUBSTITUTED,
+    Draws,
+    columns_by_owner,
+    draw_inside,
+    share_inputs,
+    sum_gradients,
+    with_forward,
+)
 
 Map = Callable[[Tensor], Tensor]
 _BLOCK = "_tpcore_token_region"

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from tpcore.comm.comm import Comm
 from tpcore.layers.sharding import Sharding, sharding
+
 from ..plan.rules import wildcard
 
 _BACKWARDS = 2

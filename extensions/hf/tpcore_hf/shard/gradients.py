@@ -67,7 +67,7 @@ class FirstBackwards:
         if p.grad is None or p.grad.is_sparse or p.is_meta or torch.compiler.is_compiling():
             return
         if not self.gradients:
-            torch.autograd.Variable._execution_engine.queue_callback(self.compare)  # type: ignore[no-untyped-call]
+            torch.autograd.Variable._execution_engine.queue_callback(self.compare)
         self.gradients[name] = _digest(p.grad)
 
     def compare(self) -> None:

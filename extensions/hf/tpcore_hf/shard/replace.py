@@ -122,24 +122,23 @@ class _HeadsTable(ParallelEmbedding):
 
 
 def _asks_torch(old: nn.Embedding) -> bool:
-    """Whether the forward of a subclass looks rows up by ``nn.Embedding``'s: it is tried, for one id."""
-    asked = []
+    """Whether the forward of a subclass looks rows up by ``nn.Embedding``'s: it is tried until it does, so that nothing
+    that follows, with its hooks, runs."""
 
-    class Asked(nn.Embedding):
+    class Asked(Exception):
+        pass
+
+    class Asks(nn.Embedding):
         def forward(self, ids: Tensor) -> Tensor:
-            asked.append(ids)
-            return super().forward(ids)
+            raise Asked
 
     probe = copy.copy(old)
-    probe.__class__ = type("Probe", (type(old), Asked), {})
-    # of one row, where all else that it has is: the table itself may have no values
-    others = [*old.buffers(), *(p for child in old.children() for p in child.parameters())]
-    near = others[0].device if others else torch.device("cpu")
-    row = nn.Parameter(torch.zeros(1, old.embedding_dim, dtype=old.weight.dtype, device=near), requires_grad=False)
-    vars(probe).update(_parameters={**old._parameters, "weight": row}, padding_idx=None)
-    with torch.no_grad():
-        probe.forward(torch.zeros(1, 1, dtype=torch.int64, device=near))
-    return bool(asked)
+    probe.__class__ = type("Probe", (type(old), Asks), {})
+    try:
+        probe.forward(torch.zeros(1, 1, dtype=torch.int64, device=old.weight.device))
+    except Asked:
+        return True
+    return False
 
 
 class _Table(ParallelEmbedding, nn.Embedding):

@@ -97,8 +97,13 @@ TEST = Variable("PYTEST_CURRENT_TEST", str, "")
 # -- what tpcore sets for the processes that it starts ------------------------------------------------------
 STORE = Variable("TPCORE_STORE", str, "")
 
-LAUNCHER = ("MASTER_", "TORCHELASTIC_", "GROUP_", "ROLE_")
-"""Prefixes of variables that this process's launcher may have set and that its children must not inherit."""
+_JOB = {v.name for v in (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, AGENT_STORE, STORE)}
+_TORCHRUN = {
+    *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE"),
+    *(f"TORCHELASTIC_{name}" for name in ("RUN_ID", "RESTART_COUNT", "MAX_RESTARTS", "ERROR_FILE", "TIMER_FILE")),
+    "TORCHELASTIC_SIGNALS_TO_HANDLE",
+}
+"""What torchrun sets beside those, and nothing else: ROLE_ARN is a user's own, and without torchrun ROLE_NAME too."""
 
 
 # -- environments of processes ------------------------------------------------------------------------------
@@ -109,8 +114,8 @@ def environment() -> dict[str, str]:
 
 def inherited() -> dict[str, str]:
     """The environment for a child process: this process's, without the variables of its job and rank."""
-    job_variables = {v.name for v in (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, STORE)}
-    return {k: v for k, v in os.environ.items() if k not in job_variables and not k.startswith(LAUNCHER)}
+    theirs = _JOB | _TORCHRUN if RUN_ID.is_set else _JOB
+    return {k: v for k, v in os.environ.items() if k not in theirs}
 
 
 def of_rank(rank: int, size: int) -> dict[str, str]:

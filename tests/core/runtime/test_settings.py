@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
+from helpers import programs as forked
 
 from tpcore import settings
 
@@ -34,13 +38,28 @@ def test_unset_and_empty_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (settings.TIMEOUT.get(), settings.TIMEOUT.is_set) == (2.5, True)
 
 
-def test_a_child_does_not_inherit_which_rank_its_parent_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "TPCORE_STORE"):
-        monkeypatch.setenv(name, "1")
-    monkeypatch.setenv("TPCORE_CHECK", "warmup")
-    inherited = settings.inherited()
-    assert inherited["TPCORE_CHECK"] == "warmup"
-    assert not inherited.keys() & {"RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "TPCORE_STORE"}
+OWN = {"GROUP_NAME": "a", "ROLE_ARN": "b", "MASTER_KEY": "c", "TORCHELASTIC_ENABLE_FILE_TIMER": "0", "PYTHONPATH": "d"}
+
+
+@pytest.mark.parametrize("launcher", [{}, {"TORCHELASTIC_RUN_ID": "1"}], ids=["by hand", "torchrun"])
+def test_a_child_does_not_inherit_which_rank_its_parent_is(
+    monkeypatch: pytest.MonkeyPatch, launcher: dict[str, str]
+) -> None:
+    before, named = settings.inherited(), {"ROLE_NAME": "torchrun's, if that is there"}
+    ours = dict.fromkeys(("RANK", "MASTER_ADDR", "TORCHELASTIC_USE_AGENT_STORE", "TPCORE_STORE"), "1")
+    for name, value in (OWN | named | ours | launcher).items():
+        monkeypatch.setenv(name, value)
+    assert settings.inherited() == before | OWN | ({} if launcher else named)
+
+
+@pytest.mark.slow
+def test_all_that_torchrun_sets_is_known(tmp_path: Path) -> None:
+    show = "import os, json; from tpcore import settings; print(json.dumps([dict(os.environ), settings.inherited()]))"
+    (tmp_path / "show.py").write_text(show)
+    before = settings.inherited() | OWN
+    environment, inherited = json.loads(forked.run(["torchrun", "--standalone", "show.py"], tmp_path, before).stdout)
+    # a default of torchrun's for NCCL is one for its children too
+    assert inherited == {**before, "TORCH_NCCL_ASYNC_ERROR_HANDLING": environment["TORCH_NCCL_ASYNC_ERROR_HANDLING"]}
 
 
 def test_a_changed_environment_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:

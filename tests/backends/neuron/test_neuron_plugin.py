@@ -18,6 +18,7 @@ from tpcore.c10d.backend import C10dBackend
 from tpcore.layout.mesh import Mesh
 from tpcore.testing import matrix
 from tpcore.testing.kit import collectives
+from tpcore.testing.kit.samples import LOST
 from tpcore_neuron import NativeBackend, platform
 from tpcore_neuron.replicas.process import Worlds
 
@@ -146,7 +147,7 @@ def on_gloo() -> list[str]:
     ctx = tpcore.init(backend=OnGloo(), tp=2)
     found = matrix.run(ctx, SOME)
     for primitive in collectives.PRIMITIVES:
-        found += collectives.groups(ctx, primitive) + collectives.right_values(ctx, primitive, torch.float32)
+        found += collectives.groups(ctx, primitive) + collectives.right_values(ctx, primitive, torch.float32, LOST)
     tpcore.shutdown()
     return found
 

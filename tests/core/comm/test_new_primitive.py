@@ -44,15 +44,14 @@ from tpcore_cpu_gloo import programs
 import tpcore
 from tpcore.layout.mesh import Mesh
 from tpcore.testing import ThreadBackend, run_ranks
-from tpcore.testing.kit import collectives, memory, training
+from tpcore.testing.kit import collectives, training
 
 assert "reverse" in collectives.PRIMITIVES and "reverse" in collectives.MOVING
 two = Mesh({"tp": 2})
 
 
 def kit(ctx):
-    found = collectives.right_values(ctx, "reverse", torch.float32) + memory.memory(ctx, "reverse")
-    return found + training.primitive_law(ctx, "reverse")
+    return collectives.right_values(ctx, "reverse", torch.float32) + training.primitive_law(ctx, "reverse")
 
 
 assert run_ranks(Mesh({"tp": 4}), kit) == [[]] * 4

@@ -20,7 +20,7 @@ from tpcore.errors import CollectiveMismatchError
 from tpcore.layout.mesh import Group, Mesh
 from tpcore.runtime.context import ParallelContext
 from tpcore.testing import ThreadBackend, run_ranks
-from tpcore.testing.kit import collectives, memory
+from tpcore.testing.kit import collectives
 from tpcore.testing.threads import ThreadWorld
 
 
@@ -151,7 +151,7 @@ def test_bad_arguments_are_refused_before_anything_is_exchanged(what: str) -> No
 @pytest.mark.parametrize("primitive", [p for p in collectives.PRIMITIVES if p != "all_reduce donate"])
 def test_the_defaults_are_right(primitive: str) -> None:
     def rank(ctx: ParallelContext) -> list[str]:
-        return collectives.right_values(ctx, primitive, torch.float32) + memory.memory(ctx, primitive)
+        return collectives.right_values(ctx, primitive, torch.float32)
 
     assert run_ranks(Mesh({"tp": 3}), rank, backend=TrustingBackend) == [[]] * 3
 

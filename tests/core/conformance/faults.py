@@ -16,7 +16,7 @@ from tpcore.backend.interface import Capabilities
 from tpcore.comm.transport import Transport
 from tpcore.layout.mesh import Group, Mesh
 from tpcore.testing import ThreadBackend, run_ranks
-from tpcore.testing.kit import edges
+from tpcore.testing.kit import collectives
 from tpcore.testing.kit.contract import Contract
 from tpcore.testing.threads import ThreadTransport
 
@@ -100,7 +100,7 @@ class Kit(Contract):
     worlds = (2, 4)
     starts = False  # threads of one process
     every, seed = 100, 1
-    large = edges.LARGE[:-1]
+    large = collectives.LARGE[:-1]
     tested: type[Plain] = Plain
 
     def backend_class(self) -> type[Plain]:
@@ -115,7 +115,7 @@ def run_on(cls: type[Plain]) -> Made:
 
 
 ALL = tuple(name for name in vars(Contract) if name.startswith("test_") and name != "test_lost_ranks")
-NAMED_BY = ("primitive", "method", "moving", "mapping", "linear", "layer", "summed")
+NAMED_BY = ("primitive", "method", "moving", "mapping", "linear", "layer")
 
 
 def failures(cls: type[Plain], kind: type[Kit] = Kit, only: tuple[str, ...] = ALL) -> Iterator[str]:

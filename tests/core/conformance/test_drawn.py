@@ -62,30 +62,30 @@ def count(t: Any, key: object) -> int:
 # -- numbers, from a size on -------------------------------------------------------------------------------
 wrong(
     "test_any_call all_reduce",
-    NaNIsLostInMaximaFrom64Elements=lambda t, right, x, op, donate: (
+    NaNIsLostInMaximaFrom64Elements=lambda t, right, x, op, _: (
         op == "max" and x.is_floating_point() and x.numel() >= 64 and right(no_nan(x), op, False)
     ),
-    DenormalSumsAreZeroFrom64Elements=lambda t, out, x, op, donate: (
+    DenormalSumsAreZeroFrom64Elements=lambda t, out, x, op, _: (
         op == "sum" and x.dtype is torch.float32 and x.numel() >= 64 and flushed(out)
     ),
-    HalvesSaturateFrom64Elements=lambda t, out, x, op, donate: (
+    HalvesSaturateFrom64Elements=lambda t, out, x, op, _: (
         op == "sum" and x.dtype is torch.float16 and x.numel() >= 64 and out.nan_to_num(torch.nan)
     ),
-    BytesAreSignedIn64Elements=lambda t, right, x, op, donate: (
+    BytesAreSignedIn64Elements=lambda t, right, x, op, _: (
         op == "max"
         and x.dtype is torch.uint8
         and x.numel() >= 64
         and right(x.view(torch.int8), op, False).view(x.dtype)
     ),
     BytesSaturateAt127=lambda t, out, x, op, donate: x.dtype is torch.uint8 and x.numel() > 64 and out.clamp(max=127),
-    SumsOfBfloat16AreCutOff=lambda t, x, op, donate: (
+    SumsOfBfloat16AreCutOff=lambda t, x, op, _: (
         op == "sum" and x.dtype is torch.bfloat16 and x.numel() <= 4096 and towards_zero(t, x, op)
     ),
     TiesOfBfloat16GoUp=lambda t, x, op, donate: op == "sum" and x.dtype is torch.bfloat16 and half_up(t, x, op),
-    WholeNumbersAbove2To53AreDoubles=lambda t, right, x, op, donate: (
+    WholeNumbersAbove2To53AreDoubles=lambda t, right, x, op, _: (
         x.dtype is torch.int64 and x.numel() > 1024 and right(x.double(), op, False).long()
     ),
-    MaximaOfInfinityAreTheLargest=lambda t, out, x, op, donate: (
+    MaximaOfInfinityAreTheLargest=lambda t, out, x, op, _: (
         op == "max" and x.dtype is torch.float64 and torch.where(out == torch.inf, torch.finfo(out.dtype).max, out)
     ),
     SumsOfNothingAreOnes=lambda t, out, x, op, donate: x.ndim == 0 and x.dtype is torch.int32 and out + 1,
@@ -154,7 +154,7 @@ wrong(
 wrong(
     "test_any_call start_all_reduce",
     StartedDonatedMaximaAreSums=lambda t, x, op, donate: donate and op == "max" and done(t.all_reduce(x, "sum", False)),
-    StartedMaximaAreReadAtTheWait=lambda t, x, op, donate: (
+    StartedMaximaAreReadAtTheWait=lambda t, x, op, _: (
         op == "max" and x.dtype in HALVES and lazily(t.all_reduce(x, op, False), x)
     ),
     KeepsEightUnderWay=lambda t, x, op, donate: ninth(t, t.all_reduce(x, op, False)),

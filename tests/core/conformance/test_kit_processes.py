@@ -91,7 +91,7 @@ class TestGloo(Sampled):
 
     @staticmethod
     def quick(test: str, params: Mapping[str, Any]) -> bool:
-        return test in ("test_values", "test_groups", "test_odd_values", "test_overlap")
+        return test in ("test_values", "test_groups", "test_overlap")
 
     @classmethod
     def drill(cls, test: str, params: Mapping[str, Any]) -> bool:
@@ -125,5 +125,5 @@ class TestCuda(Sampled):
         """TestGloo moves the same bytes by the same calls; what is waited for, and when, is this backend's own."""
         if cls.quick(test, params):
             return False
-        kept = "values any_call under_way memory large overlap many training pipeline traces declaration"
+        kept = "values any_call under_way large overlap many training pipeline traces declaration"
         return test.removeprefix("test_") not in kept.split() or super().drill(test, params)

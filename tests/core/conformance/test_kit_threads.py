@@ -16,9 +16,10 @@ from tpcore.layout.mesh import Mesh
 from tpcore.testing import ThreadBackend, matrix, run_ranks
 from tpcore.testing.conformance import Conformance
 from tpcore.testing.kit import drawn, training
-from tpcore.testing.kit.collectives import PRIMITIVES, differs, right_values
-from tpcore.testing.kit.edges import full_float32
+from tpcore.testing.kit.collectives import PRIMITIVES, right_values
 from tpcore.testing.kit.launched import told
+from tpcore.testing.kit.programs import full_float32
+from tpcore.testing.kit.rank import differs
 from tpcore.testing.threads import ThreadTransport
 
 

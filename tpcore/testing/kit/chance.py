@@ -13,8 +13,8 @@ import torch
 
 from ...backend.interface import Capabilities
 from ...comm.comm import Comm
-from ...comm.transport import PRIMITIVES, Primitive
-from .collectives import TRIED
+from ...comm.transport import Primitive
+from .collectives import TRIED, primitive_of
 from .samples import kinds
 
 _EDGES = (64, 1 << 10, 1 << 13, 1 << 16, 1 << 18)
@@ -44,7 +44,7 @@ class DrawnCall(NamedTuple):
 
     @property
     def primitive(self) -> Primitive:
-        return PRIMITIVES[self.method.removeprefix("start_")]
+        return primitive_of(self.method)
 
     @property
     def reduced(self) -> str:
@@ -71,17 +71,13 @@ class Chance:
         can, takes = self._can, inspect.signature(getattr(Comm, method)).parameters
         switches: dict[str, tuple[Any, ...]] = {"op": ("sum", "max"), "donate": (False, True)}
         for chosen in product(*([(name, v) for v in switches[name]] for name in switches if name in takes)):
-            sums = PRIMITIVES[method.removeprefix("start_")].sums
+            sums = primitive_of(method).sums
             dtypes = can.sums()[dict(chosen).get("op", "sum")] if sums else {*can.dtypes, *can.moved}
             for dtype, size in product(sorted(dtypes, key=str), SIZES):
                 yield method, dict(chosen), dtype, size
 
     def call(self, number: int, method: str, switches: dict[str, Any], dtype: torch.dtype, size: Any) -> DrawnCall:
-        chance, comm, primitive = (
-            self.random,
-            self.random.choice(self._comms),
-            PRIMITIVES[method.removeprefix("start_")],
-        )
+        chance, comm, primitive = self.random, self.random.choice(self._comms), primitive_of(method)
         low, high, in_bytes = size
         count = low // dtype.itemsize + chance.choice((-1, 0, 1)) if in_bytes else chance.randint(low, high)
         count = min(count, self._most)

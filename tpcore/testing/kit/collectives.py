@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial, update_wrapper
-from typing import Any, Concatenate, ParamSpec
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,92 +14,10 @@ from torch import Tensor
 from ...comm.comm import Comm
 from ...comm.transport import PRIMITIVES as PRIMITIVES_BY_NAME
 from ...comm.transport import TABLE, Primitive
-from ...runtime.context import ParallelContext
-from .samples import bits, multiple, values, wide
+from .rank import RankCheck, Right, check, differs
+from .samples import Numbers, kinds, multiple, values, wide
 
 Calls = list[tuple[str, Callable[[Tensor], Tensor], Tensor]]
-Made = Callable[[int], Tensor]
-"""What the member at a position of the group sends."""
-Arguments = ParamSpec("Arguments")
-
-
-class Wrong(list[str]):
-    """Messages about errors, and the largest ``error`` relative to the ``allowed`` one."""
-
-    error = allowed = 0.0
-
-    def measure(self, what: str, got: Tensor, want: Tensor, allowed: float = 0.0) -> None:
-        """Compare by the largest difference; with ``allowed`` 0 the values must be equal."""
-        got, want = (t.detach().cpu().double() for t in (got, want))
-        alike = got.shape == want.shape
-        error = float((got - want).abs().max()) if alike and got.numel() else (0.0 if alike else float("inf"))
-        if not error <= allowed:  # nan too
-            self.append(f"{what} is off by {error:.2e}, allowed {allowed:.0e}")
-        self.reached(error, allowed)
-
-    def reached(self, error: float, allowed: float) -> None:
-        if not error / max(allowed, 1e-300) < self.error / max(self.allowed, 1e-300):
-            self.error, self.allowed = error, allowed
-
-
-class RankCheck:
-    """A check on this rank: its group, over tp unless another is given, and what it has found ``wrong``."""
-
-    def __init__(self, ctx: ParallelContext, comm: Comm | None = None, wrong: Wrong | None = None) -> None:
-        self.ctx, self.comm = ctx, comm or ctx.comm("tp")
-        self.size, self.me = self.comm.size, int(self.comm.position.cpu().reshape(-1)[0])
-        self.k = multiple(self.size)
-        self.wrong = Wrong() if wrong is None else wrong
-
-    @property
-    def dtypes(self) -> tuple[torch.dtype, ...]:
-        """All dtypes that the backend sums. float32 alone on a lazy one, which compiles a program for each."""
-        return self.ctx.backend.capabilities.dtypes if self.comm.eager else (torch.float32,)
-
-    def expect(self, holds: bool, message: str) -> None:
-        if not holds:
-            self.wrong.append(f"{message} on rank {self.ctx.rank}")
-
-    def same(self, what: str, got: Tensor, want: Tensor) -> None:
-        """Expect equal bits, dtype and shape."""
-        if problem := differs(got, want):
-            self.wrong.append(f"{what} on rank {self.ctx.rank} {problem}")
-
-    def every(self, made: Made) -> list[Tensor]:
-        return [made(p) for p in range(self.size)]
-
-    def mine(self, every: Sequence[Tensor]) -> Tensor:
-        """A copy of this rank's, on the device."""
-        return every[self.me].to(self.ctx.device, copy=True)
-
-    def calls(self, name: str, every: list[Tensor], count: int | None = None) -> Calls:
-        return calls(self.comm, name, every, count)
-
-    def only(self, name: str, sent: Made | list[Tensor], note: str) -> None:
-        """Check all calls of one primitive on tensors by position; what a function makes keeps its memory format."""
-        for how, call, want in self.calls(name, self.every(sent) if callable(sent) else sent):
-            local = sent(self.me) if callable(sent) else sent[self.me].clone()
-            self.same(f"{name} {how} of {note}", call(local.to(self.ctx.device)), want)
-
-    def spread(self, shape: tuple[int, ...], primitive: str, dtype: torch.dtype) -> list[Tensor]:
-        """Numbers from all of the dtype's range. Bits, if they are only moved."""
-        if primitive in MOVING:
-            return self.every(lambda p: bits(shape, p, dtype, normal=not self.comm.eager))
-        return self.every(lambda p: wide(shape, p, dtype, self.size))
-
-
-def check(
-    body: Callable[Concatenate[RankCheck, Arguments], None],
-) -> Callable[Concatenate[ParallelContext, Arguments], Wrong]:
-    """A check of (ctx, ...), made of one that writes to a ``RankCheck``."""
-
-    def run(ctx: ParallelContext, /, *args: Arguments.args, **named: Arguments.kwargs) -> Wrong:
-        check = RankCheck(ctx)
-        body(check, *args, **named)
-        return check.wrong
-
-    update_wrapper(run, body)
-    return run
 
 
 # values to try for an argument of this name: (number of dims, group size) -> values
@@ -134,9 +52,9 @@ def _targets(n: int) -> Iterator[tuple[int | None, ...]]:
     yield tuple(range(n))
 
 
-def divides(name: str) -> bool:
-    """Whether the group size must divide a dim of the input of ``name``, a primitive or a variant."""
-    return bool(PRIMITIVES_BY_NAME[_VARIANTS.get(name, (name, {}))[0]].divides)
+def primitive_of(name: str) -> Primitive:
+    """Of a primitive, a variant or a method."""
+    return PRIMITIVES_BY_NAME[_VARIANTS.get(name, (name, {}))[0]]
 
 
 def _arguments(primitive: Primitive, shape: torch.Size, n: int) -> Iterator[dict[str, Any]]:
@@ -180,29 +98,6 @@ def _call(comm: Comm, name: str, of: str, options: dict[str, Any]) -> Callable[[
     return partial(getattr(comm, of), **options)
 
 
-def flat(x: Tensor) -> Tensor:
-    """In one dim, on the CPU. By strides: those of one element may be any, and a view keeps them."""
-    x = x.detach().cpu().contiguous().resolve_conj().resolve_neg()
-    return x.as_strided((x.numel(),), (1,))
-
-
-def differs(got: Tensor, want: Tensor) -> str:
-    """A message if a result differs in value, dtype or shape; else empty."""
-    if (got.dtype, got.shape) != (want.dtype, want.shape):
-        return f"is {got.dtype} {tuple(got.shape)}, not {want.dtype} {tuple(want.shape)}"
-    got, want = flat(got), flat(want)
-    integers = {2: torch.int16, 4: torch.int32}.get(got.itemsize, torch.uint8)
-    a, b = got.view(integers), want.view(integers)
-    if torch.equal(a, b):
-        return ""
-    i = int((a != b).nonzero()[0]) * a.itemsize // got.itemsize
-    where = f" from element {i} on" if i else ""
-    is_, not_ = (str(t[i : i + 8].tolist()) for t in (got, want))
-    if is_ == not_:  # a byte of 2 for True, another NaN
-        is_, not_ = (f"{t[i].item()} of bytes {t[i : i + 1].view(torch.uint8).tolist()}" for t in (got, want))
-    return f"is {is_}...{where}, not {not_}..."
-
-
 @check
 def joined(t: RankCheck) -> None:
     """A failure is in ``start`` or in making a Transport: rank, size, members, device."""
@@ -223,22 +118,51 @@ def shapes(n: int) -> tuple[tuple[int, ...], ...]:
 
 
 @check
-def right_values(t: RankCheck, primitive: str, dtype: torch.dtype) -> None:
-    """A failure is in the result of this primitive for some dim or dtype, one that is declared as moved too; or in what
-    it keeps under ``inference_mode`` and uses outside, or the reverse."""
-    for shape, inside in zip(shapes(t.size), itertools.cycle((False, True)), strict=False):
+def right_values(t: RankCheck, primitive: str, dtype: torch.dtype, loses: Sequence[str] = ()) -> None:
+    """A failure is in this primitive's result for some dim, shape, dtype, one declared as moved too, or numbers: a
+    maximum with NaN is NaN, a sum out of range infinite, and it rounds once for each addend; in its memory; or in
+    what it keeps of a call, under ``inference_mode`` too, and uses in the next."""
+    numbers = Numbers(1, loses, 1280 * t.k, t.comm.eager)
+    op = str(_VARIANTS.get(primitive, ("", {}))[1].get("op", "sum")) if primitive_of(primitive).sums else ""
+    for shape, kind, inside in _inputs(t, primitive, kinds(dtype, op), t.comm.eager or dtype is torch.float32):
+        every = [numbers.of(kind, shape, dtype, op, 7, position=p, rank=p, size=t.size) for p in range(t.size)]
+        if not shape and not t.comm.eager:  # torch_xla folds the scalars 0 and 1 into a program
+            every = [x + 2 for x in every]
         with torch.inference_mode(inside):
-            note = f"{dtype} {shape}" + ", in inference_mode," * inside
-            t.only(primitive, partial(values, shape, dtype=dtype), note)
-    shape = shapes(t.size)[1]
-    t.only(primitive, t.spread(shape, primitive, dtype), f"numbers of all of {dtype}, {shape},")
+            made(t, primitive, every, f"{kind} {dtype} numbers of {shape}" + ", in inference_mode," * inside, kind)
 
 
-@check
-def empty(t: RankCheck, primitive: str) -> None:
-    """A failure is in how this primitive treats tensors without elements."""
-    for dtype, shape in itertools.product(t.dtypes, ((0, t.k), (t.k, 0))):
-        t.only(primitive, partial(values, shape, dtype=dtype), f"{dtype} {shape}")
+def _inputs(t: RankCheck, primitive: str, kinds: Sequence[str], more: bool) -> Iterator[tuple[Any, str, bool]]:
+    """Shapes, kinds of numbers, and whether in ``inference_mode``. Without ``more`` those of few programs, for a lazy
+    backend compiles one for each call."""
+    yield from zip(shapes(t.size), itertools.repeat("small"), itertools.cycle((False, True)))
+    for kind in kinds:
+        yield shapes(t.size)[1], kind, False
+    if more:
+        yield from (((0, t.k), "small", False), ((t.k, 0), "small", False), ((t.k, 1280), kinds[-1], False))
+        if not {"dim", "split_dim"} & primitive_of(primitive).arguments.keys():
+            yield (), "small", False
+
+
+def made(
+    t: RankCheck, primitive: str, every: list[Tensor], note: str, kind: str = "", count: int | None = None
+) -> None:
+    """Judge all calls, or ``count``, of one primitive on tensors by position."""
+    donated, sums, eps = "donate" in primitive, primitive_of(primitive).sums, 0.0
+    if kind == "mixed":  # rounded once for each addend
+        eps = t.size * torch.finfo(every[0].dtype).eps
+    sizes = calls(t.comm, primitive, [x.double().abs() if eps else x for x in every], count)
+    for (how, call, want), (_, _, size) in zip(calls(t.comm, primitive, every, count), sizes, strict=True):
+        what = f"{primitive} {how} of {note}"
+        x = every[t.me].to(t.ctx.device, copy=True)
+        differentiable = x.is_floating_point() and not (donated or torch.is_inference_mode_enabled())
+        got = call(x.requires_grad_(differentiable))
+        right = Right(want, sums, eps * size if eps else None, what if "all_reduce" in primitive else "")
+        t.judge(what, got, right, t.comm, None if donated else x)
+        if not donated:
+            t.same(f"{what}: the input afterwards", x, every[t.me])
+            if eps:
+                t.same(f"{what}: the second result", call(x), got)
 
 
 @check
@@ -280,7 +204,8 @@ def groups(t: RankCheck, primitive: str) -> None:
         if of.size != len(members) or members[of.me] != ctx.rank:
             t.wrong.append(f"rank {ctx.rank} is at {of.me} of {of.size} in {names} group {members}")
             continue
-        of.only(primitive, [values((of.k, 4), r, torch.float32) for r in members], f"{(of.k, 4)} over {names}")
+        made(of, primitive, [values((of.k, 4), r, torch.float32) for r in members], f"{(of.k, 4)} over {names}")
+        of.finish()
 
 
 @check
@@ -289,7 +214,7 @@ def many(t: RankCheck, method: str, count: int) -> None:
     if not t.comm.eager:
         return
     # seven inputs in turn: 7 divides no number that a counter is likely to wrap at
-    n = t.size if divides(method) else 1
+    n = t.size if primitive_of(method).divides else 1
     inputs = [[torch.full((n,), p + 100.0 * r) for p in range(t.size)] for r in range(7)]
     tried = [calls(t.comm, method, every, 1)[0] for every in inputs]
     local = [every[t.me].to(t.ctx.device) for every in inputs]
@@ -297,3 +222,15 @@ def many(t: RankCheck, method: str, count: int) -> None:
     wrong = [i for i, y in enumerate(results) if differs(y, tried[i % 7][2])]
     for i in wrong[:1]:
         t.same(f"call {i + 1} of {count} {method} of {n} elements", results[i], tried[i % 7][2])
+
+
+LARGE = ((1 << 14) + 3, 1 << 22)
+"""Numbers of float32 elements: a little more than 64 KiB; and, for groups of two, where it is fast, 16 MB, more than a
+network buffers: ranks that all send before they receive wait for ever."""
+
+
+@check
+def large(t: RankCheck, primitive: str, sizes: Sequence[int]) -> None:
+    """A failure is in how this primitive splits large data, or sends before it receives."""
+    for n in [n + -n % t.size for n in sizes if t.size == 2 or n < LARGE[-1]]:
+        made(t, primitive, [wide((n,), p, torch.float32, t.size) for p in range(t.size)], f"{n} elements", count=1)

@@ -9,15 +9,13 @@ from random import SystemRandom
 from typing import Any, ClassVar
 from unittest import SkipTest
 
-import torch
-
 from ...backend.interface import Backend
 from ...backend.registry import backend_class, unfit
 from ...comm.transport import PRIMITIVES
 from ...layout.mesh import Mesh
 from .. import matrix
 from . import collectives as bodies
-from . import drawn, edges, lost, memory, programs, training
+from . import drawn, lost, memory, programs, training
 from .launched import launched_world
 
 Run = Callable[..., list[list[str]]]
@@ -67,7 +65,7 @@ class Contract:
     """Seconds that a collective may wait. All other times of the kit are parts or multiples of it."""
     every: ClassVar[int] = 7
     """Run every 7th case of each layer: 7 divides the length of no axis, so all values occur."""
-    large: ClassVar[Sequence[int]] = edges.LARGE
+    large: ClassVar[Sequence[int]] = bodies.LARGE
     """Numbers of elements of large tensors."""
     most: ClassVar[int] = (1 << 18) + 1
     """Number of elements of the largest tensor that is drawn: a little more than 1 MiB of float32."""
@@ -96,7 +94,6 @@ class Contract:
             "staged": [m for n in worlds if (m := training.stages_mesh(Mesh({"dp": 1, "tp": n}))) is not None],
             "dtype": list(can.dtypes),
             "moved": list(can.moved),
-            "summed": [d for d in can.dtypes if d is not torch.bool],
             "primitive": list(bodies.PRIMITIVES),
             "method": list(bodies.METHODS),
             "moving": list(bodies.MOVING),
@@ -132,18 +129,13 @@ class Contract:
             )
 
     test_joined = _test(bodies.joined, "line")
-    test_values = _test(bodies.right_values, "line primitive dtype")
-    test_moved_dtypes = _test(bodies.right_values, "line moving moved")
+    test_values = _test(bodies.right_values, "line primitive dtype loses")
+    test_moved_dtypes = _test(bodies.right_values, "line moving moved loses")
     test_any_call = _test(drawn.any_call, "line method seed one_in most loses")
     test_under_way = _test(drawn.under_way, "line seed one_in most loses")
     test_under_way_in_groups = _test(drawn.under_way, "grid seed one_in most loses")
-    test_empty = _test(bodies.empty, "line primitive")
-    test_memory = _test(memory.memory, "line primitive")
     test_overlap = _test(bodies.overlapped, "line")
-    test_large = _test(edges.large, "line primitive large")
-    test_no_dims = _test(edges.without_dims, "line primitive")
-    test_odd_values = _test(edges.odd_values, "line primitive loses")
-    test_precision = _test(edges.precise, "line summed")
+    test_large = _test(bodies.large, "line primitive large")
     test_many = _test(bodies.many, "first method calls")
     test_groups = _test(bodies.groups, "grid primitive")
     test_freed = _test(memory.freed, "first")
@@ -157,7 +149,7 @@ class Contract:
     test_transposes = _test(training.primitive_law, "line linear")
     test_transpose_law = _test(training.transpose_law, "line mapping")
     test_random_streams = _test(programs.random_streams, "line")
-    test_float32 = _test(edges.full_float32, "first")
+    test_float32 = _test(programs.full_float32, "first")
 
     def test_layers(self, run: Run, line: Mesh, layer: str, precision: str) -> None:
         """A failure here alone is in how the backend's device computes, or in a shape no other test has."""

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from hashlib import blake2b
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,20 +16,12 @@ from ...comm.comm import Comm
 from ...comm.transport import Pending
 from ...errors import BackendError
 from .chance import Chance, DrawnCall
-from .collectives import METHODS, RankCheck, check, differs, flat, plain_argument
+from .collectives import METHODS, plain_argument
 from .placed import WAYS, Placed, placed
+from .rank import RankCheck, Right, check, differs
 from .samples import Numbers, kinds
 
-_UNDER_WAY, _KEPT, _TOLD = (0, 1, 3, 12, 40), 12, 8
-
-
-class _Expected(NamedTuple):
-    """What the result of a call has to be, up to what is ``allowed``; its description, and its short name."""
-
-    what: str
-    name: str
-    want: Tensor
-    allowed: Tensor | None
+_UNDER_WAY, _KEPT = (0, 1, 3, 12, 40), 12
 
 
 class _Program:
@@ -45,9 +35,8 @@ class _Program:
         self._chance = Chance(f"{seed} {name}", comms, t.ctx.backend.capabilities, most)
         self._own = Random(f"{seed} {name} {t.ctx.rank}")
         self._numbers = Numbers(seed, loses, most + max(comm.size for comm in comms))
-        self._kept: deque[tuple[str, Tensor, Tensor]] = deque()
         self._under_way: list[Callable[[], None]] = []
-        self._digests: dict[Comm, dict[str, float]] = {}
+        t.remedy = f"\n  draw it again with --kit-seed={seed}"
 
     def run(self, methods: Sequence[str], one_in: int) -> None:
         """One in ``one_in`` points of the product of methods, switches, dtypes and sizes, in any order."""
@@ -62,14 +51,6 @@ class _Program:
                     self._make(call, sent, f"call {number}{again} of seed {self.seed}")
                     (call, sent), again = self._like(call, sent), again + " again"
             self._wait(0)
-        while self._kept:
-            self._let_go()
-        for comm in self.comms:
-            digests = self._digests.get(comm, {})
-            names = sorted(digests)
-            told = comm.all_gather(torch.tensor([[digests[name] for name in names]]).to(self.t.ctx.device), 0).cpu()
-            for name, column in zip(names, told.t(), strict=True):
-                self._expect(bool((column == column[0]).all()), f"the ranks have different bits of {name}")
 
     def _sent(self, call: DrawnCall) -> Placed:
         sent = placed(self._own, self._own.choice(WAYS), call.shape, call.dtype, call.same, self.t.ctx.device)
@@ -103,39 +84,39 @@ class _Program:
 
     # -- a call and its result ------------------------------------------------------------------------------
     def _make(self, call: DrawnCall, sent: Placed, name: str) -> None:
-        every, expected = self._expected(call, f"{call}, {sent.how}), {name},", f"{call.method}, {name}")
+        what = f"{call}, {sent.how}), {name},"
+        every, right = self._right(call, f"{call.method}, {name}")
         only = sent.x.detach()
         if call.same is not None and call.shape[call.same] and not only.stride(call.same):  # one memory for all of them
             only, every = only.narrow(call.same, 0, 1), every.narrow(call.same, 0, 1)
         only.copy_(every)
         before = sent.memory.clone()
         with torch.inference_mode(call.inference):
-            made = self._named(expected.what, lambda: getattr(call.comm, call.method)(sent.x, **call.options))
+            made = self._named(what, lambda: getattr(call.comm, call.method)(sent.x, **call.options))
         if not call.donated:
-            self._expect(not sent.unlike(before, False), f"the input has changed: {expected.what}")
+            self.t.expect(not sent.unlike(before, False), f"the input has changed: {what}")
         if not call.method.startswith("start_"):
-            self._judge(call, sent, before, made, expected)
+            self._judge(call, sent, before, made, right, what)
             return
         if not call.donated:  # the caller may change it from now on
             sent.memory.fill_(1)
             before.fill_(1)
-        self._under_way.append(lambda: self._finish(call, sent, before, made, expected))
+        self._under_way.append(lambda: self._finish(call, sent, before, made, right, what))
         self._wait(self._chance.random.choice(_UNDER_WAY))
 
-    def _finish(self, call: DrawnCall, sent: Placed, before: Tensor, wait: Pending, expected: _Expected) -> None:
-        how, what = self._own.choice(("once", "twice", "in another thread")), expected.what
+    def _finish(self, call: DrawnCall, sent: Placed, before: Tensor, wait: Pending, right: Right, what: str) -> None:
+        how = self._own.choice(("once", "twice", "in another thread"))
         got = self._named(what, self._thread.submit(wait).result if how == "in another thread" else wait)
         if how != "once":
-            again = wait()
-            self._expect(differs(again, got) == "", f"a second wait returns something else: {what}")
-        self._judge(call, sent, before, got, expected._replace(what=f"{what} waited for {how},"))
+            self.t.expect(not differs(wait(), got), f"a second wait returns something else: {what}")
+        self._judge(call, sent, before, got, right, f"{what} waited for {how},")
 
     def _wait(self, most: int) -> None:
         """Until no more than ``most`` are under way; for any of them, which differs by rank."""
         while len(self._under_way) > most:
             self._under_way.pop(self._own.randrange(len(self._under_way)))()
 
-    def _expected(self, call: DrawnCall, what: str, name: str) -> tuple[Tensor, _Expected]:
+    def _right(self, call: DrawnCall, name: str) -> tuple[Tensor, Right]:
         """What this rank sends, and what it has to receive."""
         comm, place, ndim = call.comm, self._chance.random.randrange(1 << 20), len(call.shape)
         members = comm.group.members(self.t.ctx.rank)
@@ -149,38 +130,17 @@ class _Program:
         if call.kind == "mixed" and comm.size > 2:  # one rounding for each addend; two addends have one right sum
             size = call.primitive.meaning([x.double().abs() for x in every], me, *arguments)
             allowed = size * (comm.size * torch.finfo(call.dtype).eps)
-        return every[me], _Expected(what, name, want, allowed)
+        return every[me], Right(want, bool(call.reduced), allowed, name if call.method.endswith("all_reduce") else "")
 
-    def _judge(self, call: DrawnCall, sent: Placed, before: Tensor, got: Tensor, expected: _Expected) -> None:
-        what, name, want, allowed = expected
-        if call.method.endswith("all_reduce"):
-            self._digests.setdefault(call.comm, {})[name] = _digest(got)
-        problem = _problem(got, want, allowed) if call.reduced else differs(got, want)
-        if problem:
-            self._say(f"{what} on rank {self.t.ctx.rank} {problem}")
-            return
-        self._expect(got.is_contiguous(), f"the result has strides {got.stride()} and is not contiguous: {what}")
-        self._expect(not got.requires_grad, f"the result is in an autograd graph: {what}")
+    def _judge(self, call: DrawnCall, sent: Placed, before: Tensor, got: Tensor, right: Right, what: str) -> None:
+        self.t.judge(what, got, right, call.comm, None if call.donated else sent.memory)
         # what is under way may be finished by a call beside it, in that call's mode
         ordinary = call.inference or call.method.startswith("start_") or not got.is_inference()
-        self._expect(ordinary, f"the result is an inference tensor: {what}")
-        self._expect(not (got.is_conj() or got.is_neg()), f"the result is conjugated or negated lazily: {what}")
-        if got.numel() and not call.donated:
-            new = got.untyped_storage().data_ptr() != sent.memory.untyped_storage().data_ptr()
-            self._expect(new, f"the result is the memory of the input: {what}")
+        self.t.expect(ordinary, f"the result is an inference tensor: {what}")
         with torch.inference_mode():
             changed = sent.unlike(before, call.donated)
-        self._expect(not changed, f"the memory of the input, or about it, has changed: {what}")
-        self._kept.append((what, got, got.detach().clone()))
-        while len(self._kept) > _KEPT:
-            self._let_go()
-
-    def _let_go(self) -> None:
-        """The oldest result is as it was, and who writes to it changes no other."""
-        what, got, then = self._kept.popleft()
-        self._expect(not differs(got, then), f"a later call has changed the result: {what}")
-        with torch.inference_mode():
-            got.zero_()
+        self.t.expect(not changed, f"the memory of the input, or about it, has changed: {what}")
+        self.t.let_go(_KEPT)
 
     def _named(self, what: str, make: Callable[[], Any]) -> Any:
         try:
@@ -189,32 +149,6 @@ class _Program:
             raise
         except Exception as e:
             raise RuntimeError(f"{what} on rank {self.t.ctx.rank} raised {type(e).__name__}: {e}") from e
-
-    def _expect(self, holds: bool, what: str) -> None:
-        if not holds:
-            self._say(f"{what} on rank {self.t.ctx.rank}")
-
-    def _say(self, what: str) -> None:
-        if len(self.t.wrong) < _TOLD:
-            self.t.wrong.append(f"{what}\n  draw it again with --kit-seed={self.seed}")
-
-
-def _digest(got: Tensor) -> float:
-    """Of its bits, but a NaN may be any."""
-    got = flat(got)
-    got = torch.where(got.isnan(), 7.0, got) if got.is_floating_point() else got
-    return float(int.from_bytes(blake2b(got.view(torch.uint8).numpy().tobytes(), digest_size=2).digest(), "little"))
-
-
-def _problem(got: Tensor, want: Tensor, allowed: Tensor | None) -> str:
-    """As ``differs`` of reduced numbers: a NaN may have any bits, a zero any sign."""
-    if (problem := differs(got, want)) and (got.dtype, got.shape) == (want.dtype, want.shape):
-        got = got.detach().cpu()
-        right = (got == want) | (got.isnan() & want.isnan())
-        if allowed is not None:
-            right |= (got.double() - want.double()).abs() <= allowed
-        return differs(torch.where(right, want, got), want)
-    return problem
 
 
 @check
@@ -234,3 +168,7 @@ def under_way(t: RankCheck, seed: int, one_in: int, most: int, loses: Sequence[s
     comms = list(dict.fromkeys(comm for comm in comms if comm.size > 1))
     if t.ctx.world.eager:
         _Program(t, comms, seed, "all", loses, min(most, 1 << 13)).run(METHODS, 8 * one_in)
+
+
+for _check in (any_call, under_way):
+    vars(_check)["timeouts"] = 5  # thousands of calls, on a machine with other work

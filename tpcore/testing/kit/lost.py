@@ -31,8 +31,9 @@ from ...processes.launch import Processes, follow
 from ...runtime.consensus import in_eager_mode
 from ...runtime.context import ParallelContext
 from ...runtime.init import init
-from .collectives import METHODS, Wrong, calls, differs
+from .collectives import METHODS, calls
 from .launched import told
+from .rank import Wrong, differs
 
 _SHORT, _LOADED = 12, 8
 """A collective of these jobs may wait a twelfth of the kit's time-out; on a machine with other work up to eight times

@@ -1,53 +1,16 @@
-"""The conformance kit's checks of memory: what is read, written, new, kept, used again and freed."""
+"""The conformance kit's check of memory that is freed."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
 import sys
-from collections.abc import Iterator
-from functools import partial
 from itertools import pairwise, product
 
 import torch
-from torch import Tensor
 
-from .collectives import PRIMITIVES, RankCheck, calls, check, shapes
-from .samples import values
-
-floats = partial(values, dtype=torch.float32)
-
-
-def _inputs(t: RankCheck) -> Iterator[tuple[str, list[Tensor]]]:
-    """Tensors of all members; lazy backends, which compile a program for each, get the first alone."""
-    every = t.every(partial(floats, shapes(t.size)[2]))
-    yield "", every
-    if t.comm.eager:
-        yield " of a transposed tensor", [x.transpose(0, 2) for x in every]
-        # the result is equal to one member's input: a reason to return it as it is
-        yield " of zeros on all other ranks", [every[0], *[torch.zeros_like(x) for x in every[1:]]]
-
-
-@check
-def memory(t: RankCheck, primitive: str) -> None:
-    """A failure is in this primitive's use of memory: its input stays unchanged; its output is contiguous, new, outside
-    of autograd, and stays valid."""
-    donated = "donate" in primitive
-    kept: list[tuple[str, Tensor, Tensor]] = []
-    for note, every in _inputs(t):
-        for how, call, want in t.calls(primitive, every):
-            x = every[t.me].clone().to(t.ctx.device, copy=True).requires_grad_(not donated)
-            y = call(x)
-            what = f"{primitive} {how}{note}"
-            t.expect(y.is_contiguous(), f"{what}: the output is not contiguous, its strides are {y.stride()},")
-            if not donated:
-                t.same(f"{what}: the input afterwards", x, every[t.me])
-                new = not y.numel() or y.data_ptr() != x.data_ptr() or x.data_ptr() == 0  # 0: lazy
-                t.expect(new, f"{what}: the output is the input's memory")
-            t.expect(not y.requires_grad, f"{what}: the output is in an autograd graph, whose gradient would be wrong,")
-            kept.append((what, y, want))
-    for what, y, want in kept:  # after all calls: a reused buffer would have later values by now
-        t.same(f"{what}: after later collectives the output", y, want)
+from .collectives import PRIMITIVES, calls
+from .rank import RankCheck, check
 
 
 @check

@@ -1,4 +1,4 @@
-"""The conformance kit's checks of whole programs: random streams, checkpoints and traces."""
+"""The conformance kit's checks of whole programs: random streams, settings, checkpoints and traces."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ...errors import BackendError
 from ...layout.shard import ShardSpec
 from ...runtime.consensus import gather_bytes
 from ...runtime.context import ParallelContext
-from .collectives import RankCheck, check
+from .rank import RankCheck, Wrong, check
 from .training import LENGTH, VOCAB, Bert, sharded_bert
 
 NEAR = 2e-5
@@ -57,6 +57,18 @@ def random_streams(t: RankCheck) -> None:
     for seed in (11 + (1 << 8), 11 + (1 << 16)):
         tpcore.random.manual_seed(seed)
         t.expect(not torch.equal(draw(), first[0]), f"the seeds 11 and {seed} give the same numbers")
+
+
+def full_float32(ctx: ParallelContext) -> Wrong:
+    """A failure is in a setting: float32 matmuls take fewer bits, as TF32 does, and so will the layers' tests."""
+    if hasattr(torch.backends.cuda.matmul, "fp32_precision"):  # from torch 2.9 on, whichever way it was set
+        set_to = {name: getattr(torch.backends, name).matmul.fp32_precision for name in ("cuda", "mkldnn")}
+    else:
+        set_to = {"float32": torch.get_float32_matmul_precision()}
+    low = [f"of {name} it is {how!r}" for name, how in set_to.items() if how not in ("none", "ieee", "highest")]
+    remedy = 'call torch.set_float32_matmul_precision("highest"), and unset TORCH_ALLOW_TF32_CUBLAS_OVERRIDE'
+    what = f"the precision of float32 matmuls is lowered on rank {ctx.rank}: {', '.join(low)}: {remedy}"
+    return Wrong([what] if low else [])
 
 
 @contextmanager

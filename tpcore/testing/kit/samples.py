@@ -14,9 +14,6 @@ def multiple(n: int, least: int = 4) -> int:
     return n * -(-least // n)
 
 
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
 def values(shape: tuple[int, ...], position: int, dtype: torch.dtype) -> Tensor:
     """Small whole numbers, which every dtype represents and sums exactly."""
     n = torch.Size(shape).numel()
@@ -41,23 +38,8 @@ def wide(shape: tuple[int, ...], position: int, dtype: torch.dtype, size: int) -
     return ((spread >> 1) % (top - low) + low).to(dtype).view(shape)
 
 
-def bits(shape: tuple[int, ...], position: int, dtype: torch.dtype, *, normal: bool = False) -> Tensor:
-    """Random bits, a signalling NaN, a denormal number and -0 first; with ``normal`` such numbers are 1."""
-    n = torch.Size(shape).numel()
-    random = torch.Generator().manual_seed(position + 1)
-    out = torch.randint(0, 256, (n * dtype.itemsize,), generator=random, dtype=torch.uint8)
-    if dtype is torch.bool:
-        return (out % 2).bool().view(shape)
-    real = dtype.to_real() if dtype.is_complex else dtype
-    if real.is_floating_point and real.itemsize in _INTEGERS:
-        integers = out.view(_INTEGERS[real.itemsize])
-        infinity = torch.full((1,), torch.inf, dtype=real).view(integers.dtype)
-        integers[0], integers[1], integers[2] = infinity.item() + 1, 1, torch.iinfo(integers.dtype).min
-    if normal and real.is_floating_point:
-        numbers = out.view(real).double()
-        odd = ~(numbers.isfinite() & (numbers.abs() >= torch.finfo(real).tiny))
-        out.view(-1, real.itemsize)[odd] = torch.ones(1).to(real).view(torch.uint8)
-    return out.view(dtype).view(shape)
+LOST = ("the sign of zero", "NaN in a maximum", "denormal numbers")
+"""Properties of odd numbers that a backend may declare as lost."""
 
 
 def kinds(dtype: torch.dtype, reduced: str) -> tuple[str, ...]:
@@ -68,17 +50,19 @@ def kinds(dtype: torch.dtype, reduced: str) -> tuple[str, ...]:
         return ("small",)
     if not dtype.is_floating_point:
         return "any", "whole"
-    return ("any", "near", "whole", "mixed") if reduced == "sum" else ("any", "near", "whole")
+    return ("any", "tiny", "whole", "near", "mixed") if reduced == "sum" else ("any", "whole", "near")
 
 
 class Numbers:
     """Numbers for calls drawn at random, cut out of random bits of its own. Every sum of them has one right value, but
-    of "mixed" ones: at most two ranks' numbers of an element are not zero, or all are whole and small."""
+    of "mixed" ones: at most two ranks' numbers of an element are not zero, or all are whole and small. What is not
+    ``eager`` computes as it moves: it gets no denormal numbers, and one NaN."""
 
-    def __init__(self, seed: int, loses: Sequence[str], most: int) -> None:
+    def __init__(self, seed: int, loses: Sequence[str], most: int, eager: bool = True) -> None:
         generator = torch.Generator().manual_seed(seed)
-        self._bank = torch.randint(0, 256, (16 * most + (1 << 20),), generator=generator, dtype=torch.uint8)
-        self._loses = loses
+        self._bank = torch.randint(0, 256, (16 * most + (1 << 18),), generator=generator, dtype=torch.uint8)
+        self._loses, self._eager = loses, eager
+        self._denormal = eager and "denormal numbers" not in loses
 
     def of(
         self,
@@ -96,6 +80,10 @@ class Numbers:
         if kind in ("small", "whole"):
             sent = values(shape, rank + place % 7, dtype)
             return sent if kind == "small" else wide(shape, rank + place % 9973, dtype, size)
+        if kind == "tiny":
+            return values(shape, rank, dtype) * (
+                torch.finfo(dtype).tiny * (torch.finfo(dtype).eps if self._denormal else 1)
+            )
         n, at = torch.Size(shape).numel(), place + 104_729 * rank
         if dtype is torch.bool:
             return (self._bits(at, n) % 2).bool().view(shape)
@@ -121,30 +109,17 @@ class Numbers:
             return out
         info = torch.finfo(real.dtype)
         tiny, small, most = info.tiny, info.tiny * info.eps, info.max
-        some = [
-            math.nan,
-            math.inf,
-            -math.inf,
-            0.0,
-            -0.0,
-            most,
-            -most,
-            most / 2,
-            tiny,
-            -tiny,
-            small,
-            -small,
-            1,
-            1 + info.eps,
-        ]
+        some = [math.nan, math.inf, 0.0, most, most / 2, tiny, small, 1 + info.eps]
+        some += [-x for x in some]
         here = torch.arange(len(real))[at % 3 :: 2 + at % 7]
         real[here] = torch.tensor(some, dtype=torch.float64).to(real.dtype)[(here * 5 + at) % len(some)]
         if "the sign of zero" in self._loses:
             real[real == 0] = 0
-        if reduced and "denormal numbers" in self._loses:
+        if not self._eager or (reduced and not self._denormal):
             real[real.abs() < tiny / info.eps] = 0  # nor is the difference of two
-        if reduced == "max" and "NaN in a maximum" in self._loses:
-            real[real.isnan()] = 0
+        lost = reduced == "max" and "NaN in a maximum" in self._loses
+        if lost or not self._eager:
+            real[real.isnan()] = 0.0 if lost else math.nan
         return out
 
     def _near(self, dtype: torch.dtype, at: int, n: int, kind: str) -> Tensor:

@@ -18,7 +18,8 @@ from ...comm.wrapper import DelegatingTransport
 from ...layers.sharding import layouts
 from ...layout.mesh import Mesh
 from ...runtime.context import ParallelContext
-from .collectives import RankCheck, check, shapes
+from .collectives import shapes
+from .rank import RankCheck, check
 from .samples import multiple
 
 Kind = Literal["replicated", "parts"]

@@ -16,7 +16,7 @@ from __future__ import annotations
 from itertools import zip_longest
 
 from ...runtime.context import ParallelContext
-from ..kit.collectives import Wrong
+from ..kit.rank import Wrong
 from .cells import DTYPES, Case, Cell, MatrixRow
 from .embedding_norm_loss import CROSS_ENTROPY, EMBEDDING, LAYER_NORM, RMS_NORM
 from .linear import COLUMN, COLUMN_BLOCKS, COLUMN_CONV1D, QKV, ROW, ROW_BLOCKS, ROW_CONV1D

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ...comm.parts import plain as materialized
 from ...layout.shard import ShardSpec
 from ...runtime.context import ParallelContext
-from ..kit.collectives import RankCheck, Wrong
+from ..kit.rank import RankCheck, Wrong
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 GARBAGE = 7.0  # the value in padding, which must not count

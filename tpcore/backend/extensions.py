@@ -9,6 +9,7 @@ from typing import Any
 
 import pluggy
 
+from ..comm.observer import Observer, Observers
 from ..log import log
 from .interface import PROJECT, hookspec
 
@@ -26,6 +27,11 @@ class ExtensionSpecs:
     @hookspec
     def tpcore_checkpoint_forms(self) -> Iterable[Any] | None:
         """Forms of checkpoint, each a ``tpcore.checkpoint.forms.source.Form``, tried after tpcore's own form."""
+
+    @hookspec
+    def tpcore_observer(self, ctx: Any, certain: bool) -> Observer | None:
+        """What looks on in the checked run of ``ctx``, a ``ParallelContext`` without groups as yet. ``certain``: in any
+        run, on one layer that a plan of the user's own leaves in parts; it reports what is certainly wrong alone."""
 
     @hookspec
     def tpcore_commands(self, app: Any) -> None:
@@ -56,3 +62,9 @@ def names() -> Mapping[str, str]:
             if found.setdefault(name, module) != module:
                 raise ValueError(f"tpcore.{name} is added by {found[name]} and by {module}: uninstall one of them")
     return found
+
+
+def observer_of(ctx: Any, *, certain: bool = False) -> Observer | None:
+    """The observers of all extensions; None if they have none."""
+    found = [o for o in manager().hook.tpcore_observer(ctx=ctx, certain=certain) if o is not None]
+    return found[0] if len(found) == 1 else Observers(*found) if found else None

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .comm import Comm
-from .parts import plain
+from .observer import plain
 from .transport import inverse
 
 Map = Callable[[Tensor], Tensor]

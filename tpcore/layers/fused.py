@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..comm import mappings as ops
 from ..comm.comm import Comm
-from ..comm.parts import plain
+from ..comm.observer import plain
 from . import quantized
 
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]

@@ -173,7 +173,7 @@ class ColumnParallelLinear(ParallelLinear):
         check_tokens_dim(self, self.tokens.dim if self.tokens is not None else self.sequence_dim, x.ndim)
         if self.tokens is not None:
             return self.tokens.gathered(x, self.reduce_dtype)
-        if self.checks is not None and self.sequence_dim is None:
+        if self.observer is not None and self.sequence_dim is None:
             self.look_alike("the input", x)
         return x
 

@@ -176,8 +176,8 @@ def parallel_cross_entropy(
         raise ValueError(f"label_smoothing must be in [0, 1], not {label_smoothing}")
     if comm.eager:
         check_ids(target, vocab, "parallel_cross_entropy", ignore_index, read=comm.reads_are_cheap)
-        if not torch.compiler.is_compiling() and is_initialized() and (checks := current().checks) is not None:
-            checks.same("the targets of parallel_cross_entropy", target)
+        if not torch.compiler.is_compiling() and is_initialized() and (observer := current().observer) is not None:
+            observer.same("the targets of parallel_cross_entropy", target)
     flat = logits.reshape(-1, logits.shape[-1])
     if ops.transformed():
         placed = _located(target.reshape(-1), flat.shape[-1], comm, ignore_index)

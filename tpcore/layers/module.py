@@ -33,7 +33,7 @@ class ParallelModule(nn.Module):
         super().__init__()
         ctx = current()
         self.tp: Comm = ctx.comm_for(group)
-        self.checks = ctx.checks if self.tp.size > 1 else None
+        self.observer = ctx.observer if self.tp.size > 1 else None
         self._layout_ctx, self._axes = ctx.over(self.tp)
         self._dtypes = (*ctx.backend.capabilities.dtypes, *ctx.backend.capabilities.moved)
         members = self.tp.group.members(ctx.rank)
@@ -68,8 +68,7 @@ class ParallelModule(nn.Module):
             raise ValueError(f"{type(self).__name__}.{name} of {dtype}: this backend computes on {supported}")
         # empty((0,)) finds torch's default device, including that of a `with torch.device(...)` block
         where = torch.empty((0,), device=device).device
-        recorded = self.checks is not None and not self.checks.running
-        if where.type != "meta" or recorded:  # a recorded step is all on meta, and the run will not be
+        if where.type != "meta" or self._layout_ctx.device.type == "meta":  # of a recorded step, and the run has values
             self.look_alike(f"the random state for the initial {name}", torch.get_rng_state())
         self.shard_specs[name], self._inits[name] = spec, init
         if where.type == "meta":
@@ -109,14 +108,14 @@ class ParallelModule(nn.Module):
             self._stamp_all()
 
     def look_alike(self, what: str, t: Tensor) -> None:
-        """In a checked run, record ``t``, which must be the same on all ranks of the tp group."""
+        """Tell the observer of ``t``, which must be the same on all ranks of the tp group."""
         # a lazy backend would run a program for each value that is read
-        if self.checks is not None and self.tp.eager and self._axes == ("tp",):
-            self.checks.same(f"{what} of {type(self).__name__}", t)
+        if self.observer is not None and self.tp.eager and self._axes == ("tp",):
+            self.observer.same(f"{what} of {type(self).__name__}", t)
 
     def as_part(self, y: Tensor, dim: int, kind: str) -> Tensor:
-        """In a checked run, ``y`` marked as this rank's part along ``dim``. ``kind``: features or tokens."""
-        return y if self.checks is None else self.checks.part(y, self.tp, dim, kind)
+        """``y``, this rank's part along ``dim``, as the observer returns it. ``kind``: features or tokens."""
+        return y if self.observer is None else self.observer.part(y, self.tp, dim, kind)
 
     def comm_within(self, count: int) -> Comm:
         """The Comm over runs of ``count`` consecutive ranks of this layer's group, which hold the same part.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..comm import mappings as ops
 from ..comm.comm import Comm
-from ..comm.parts import plain
+from ..comm.observer import plain
 from ..runtime.context import current
 from .features import unpadded
 

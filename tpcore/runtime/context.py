@@ -5,22 +5,22 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import permutations
-from typing import Any
+from typing import Any, cast
 from weakref import WeakSet, ref
 
 import torch
 
 from ..backend.interface import Backend
 from ..comm.comm import Comm
+from ..comm.observer import Observer
 from ..comm.wrapper import define
 from ..errors import BackendError, refuse_forked
 from ..layout.mesh import BATCH, DATA, Group, Mesh
-from .consensus import Checks
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,8 @@ class ParallelContext:
     backend: Backend
     mesh: Mesh
     rank: int  # host-side only: file names, logs. Graphs use comm.position
-    checks: Checks | None = field(default=None, compare=False)
+    observer: Observer | None = field(default=None, compare=False)
+    """In a checked run."""
     part_of: ParallelContext | None = field(default=None, compare=False)
     """The context of the whole job, if this one's mesh is a group of its ranks."""
     ended: ExitStack = field(default_factory=ExitStack, init=False, compare=False)
@@ -233,3 +234,8 @@ def use(ctx: ParallelContext) -> Iterator[ParallelContext]:
         yield ctx
     finally:
         _current.reset(token)
+
+
+def in_eager_mode() -> AbstractContextManager[Any]:
+    """torch.compile runs functions as they are: compiled code has no operations that an observer could see."""
+    return cast(AbstractContextManager[Any], torch.compiler.set_stance("force_eager"))

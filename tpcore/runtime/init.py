@@ -6,13 +6,16 @@ import sys
 from typing import NoReturn
 
 from .. import settings
+from ..backend.extensions import observer_of
 from ..backend.interface import Backend
 from ..backend.registry import backend_class, check_fits, load_backend
+from ..comm.observer import Observer
 from ..comm.signature import ALL, checked_calls
+from ..errors import BackendError
 from ..layout.mesh import DATA, Mesh
 from ..log import inform
-from .consensus import Checks, agree, gather, in_eager_mode, raising
-from .context import ParallelContext, current, enter_process, is_initialized, leave_process
+from .consensus import agree, gather
+from .context import ParallelContext, current, enter_process, in_eager_mode, is_initialized, leave_process
 from .guards import whole_tensors_only
 
 
@@ -112,21 +115,34 @@ def init(
     chosen = backend if isinstance(backend, Backend) else load_backend(choose_backend(backend))
     rank, world = chosen.start(seconds)
     try:
-        checks = raising() if checked_calls() == ALL else None
-        ctx = _divided(chosen, _mesh(tp, pp, ep, cp, world), rank, checks)
+        mesh = _mesh(tp, pp, ep, cp, world)
+        ctx = _divided(chosen, mesh, rank, _observer(ParallelContext(chosen, mesh, rank)))
     except BaseException:
         chosen.stop()
         raise
-    if checks is not None:
+    if ctx.observer is not None:
         ctx.ended.enter_context(in_eager_mode())
     ctx.ended.enter_context(whole_tensors_only())
     enter_process(ctx)
     return ctx
 
 
-def _divided(backend: Backend, mesh: Mesh, rank: int, checks: Checks | None) -> ParallelContext:
+def _observer(ctx: ParallelContext) -> Observer | None:
+    """Of a checked run. BackendError if no extension has one."""
+    if checked_calls() != ALL:
+        return None
+    observer = observer_of(ctx)
+    if observer is None:
+        raise BackendError(
+            f"{settings.CHECK.name}={settings.CHECK.get()} asks for a checked run, and no installed extension has "
+            f"an observer for it, as tpcore_explain has: install one, or set {settings.CHECK.name} to warmup or off"
+        )
+    return observer
+
+
+def _divided(backend: Backend, mesh: Mesh, rank: int, observer: Observer | None) -> ParallelContext:
     """A context whose groups of single axes are made: here, on all ranks in the same order, as that is collective."""
-    ctx = ParallelContext(backend, mesh, rank, checks)
+    ctx = ParallelContext(backend, mesh, rank, observer)
     check_fits(backend, mesh)
     _check_mesh(ctx)  # over the world, the first group
     for axes in (*((axis,) for axis in mesh.axes), mesh.present(DATA)):
@@ -137,7 +153,7 @@ def _divided(backend: Backend, mesh: Mesh, rank: int, checks: Checks | None) -> 
 def remesh(tp: int = 1, pp: int = 1, *, ep: int = 1, cp: int = 1) -> ParallelContext:
     """Divide the running job anew, before it has layers or optimizers. Collective. Raises ValueError as ``init``."""
     old = current()
-    ctx = _divided(old.backend, _mesh(tp, pp, ep, cp, old.mesh.size), old.rank, old.checks)
+    ctx = _divided(old.backend, _mesh(tp, pp, ep, cp, old.mesh.size), old.rank, old.observer)
     ctx.ended.enter_context(old.ended.pop_all())
     leave_process()
     enter_process(ctx)

@@ -131,8 +131,8 @@ def optimizer_step(
     if max_norm is not None:
         check_max_norm(max_norm)
     ctx = current()
-    if ctx.checks is not None:
-        ctx.checks.compare(ctx.comm("tp"))
+    if ctx.observer is not None:
+        ctx.observer.compare(ctx.comm("tp"))
     scaling = scaler if scaler is not None and scaler.is_enabled() else None
     stepping = stepping_of(optimizer)
     stepping.reduce_gradients()

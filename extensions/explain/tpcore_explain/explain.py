@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 from tpcore.layout.mesh import Mesh
-from tpcore.runtime.consensus import Note, first_difference
+from tpcore.runtime.digests import Note
 from tpcore.train.zero import Zero1
 
+from .checked import difference_of
 from .modules import ShardedModel, sharded_model
 from .recording import Collective
 from .step import MakeOptimizer, Parameter, Program, StageCost, record
@@ -201,7 +202,7 @@ def _difference(mesh: Mesh, notes: Mapping[int, Sequence[Note]], again: Callable
     """The first difference between ranks of a tp group. None if ``again`` gives a rank other notes than before."""
     for group in mesh.group("tp").partition:
         ranks = [r for r in group if r in notes]
-        difference = first_difference(ranks, [notes[r] for r in ranks]) if ranks else None
+        difference = difference_of(ranks, [notes[r] for r in ranks]) if ranks else None
         if difference is not None and again(ranks[0]) == notes[ranks[0]]:
             return difference
     return None

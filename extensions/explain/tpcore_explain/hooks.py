@@ -6,11 +6,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from tpcore.backend.interface import hookimpl
+from tpcore.comm.observer import Observer
 
 
 @hookimpl
 def tpcore_names() -> Mapping[str, str]:
     return {"explain": "tpcore_explain.explain"}
+
+
+@hookimpl
+def tpcore_observer(certain: bool) -> Observer:
+    from .checked import FirstCalls, raising
+
+    return FirstCalls() if certain else raising()
 
 
 @hookimpl

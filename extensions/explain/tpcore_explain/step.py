@@ -19,12 +19,13 @@ from tpcore.comm.signature import library
 from tpcore.layers.module import move_model_to_device
 from tpcore.layers.sharding import sharding
 from tpcore.layout.mesh import Mesh
-from tpcore.runtime.consensus import Checks, Note, in_eager_mode
-from tpcore.runtime.context import ParallelContext, current, use
+from tpcore.runtime.context import ParallelContext, current, in_eager_mode, use
+from tpcore.runtime.digests import Note
 from tpcore.train.clip import scale_to
 from tpcore.train.pipeline import PipelinedLayers, Schedule
 from tpcore.train.step import stepping_of
 
+from .checked import Checks
 from .recording import Collective, Recorder, RecordingBackend, tensors
 from .target import Inputs
 
@@ -102,7 +103,7 @@ def record(
     recorder = Recorder()
     backend = RecordingBackend(rank, mesh.size, recorder)
     check_fits(backend, mesh)
-    checks = Checks(recorder.mistake if meter is None else None, running=False)  # a meter is for what a step costs
+    checks = Checks(recorder.mistake if meter is None else None)  # a meter is for what a step costs
     ctx = ParallelContext(backend, mesh, rank, checks)
     rng, meta = torch.random.fork_rng(devices=[]), torch.device("meta")
     with use(ctx), in_eager_mode(), rng, _explain_errors(rank, recorder), meta, _Counts():

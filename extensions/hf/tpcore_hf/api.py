@@ -15,6 +15,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from tpcore.backend.extensions import observer_of
 from tpcore.comm.comm import Comm
 from tpcore.comm.signature import checked_calls
 from tpcore.layers import ColumnParallelLinear
@@ -23,7 +24,6 @@ from tpcore.layers.apply import initialized
 from tpcore.layers.module import ParallelModule
 from tpcore.layers.sharding import sharding
 from tpcore.log import inform
-from tpcore.runtime.consensus import FirstCalls
 from tpcore.runtime.context import ParallelContext, current, use
 from tpcore.train.pipeline import find_layers
 
@@ -208,8 +208,8 @@ def _watch(model: nn.Module, cuts: list[Cut], user: Mapping[str, Rule], context:
     for cut in cuts:
         layer = model.get_submodule(cut.name)
         compared = rule_of(cut.name, user) is None and is_own(model.get_submodule(cut.owner))
-        if isinstance(layer, ColumnParallelLinear) and not compared and context.checks is None:
-            layer.checks = FirstCalls() if checked_calls() else None
+        if isinstance(layer, ColumnParallelLinear) and not compared and context.observer is None:
+            layer.observer = observer_of(context, certain=True) if checked_calls() else None
 
 
 def _connect(model: nn.Module, cuts: list[Cut], comm: Comm, rules: Mapping[str, Rule], sequence_parallel: bool) -> None:

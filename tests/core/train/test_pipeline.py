@@ -33,9 +33,9 @@ from torch import Tensor, nn
 
 import tpcore
 from tpcore import Mesh, checkpoint
+from tpcore.comm.observer import Observer
 from tpcore.layers.sharding import sharding
 from tpcore.layout.layout import Slot
-from tpcore.runtime.consensus import raising
 from tpcore.runtime.context import ParallelContext, use
 from tpcore.testing import run_ranks
 from tpcore.train.pipeline.model import Lockstep
@@ -87,7 +87,7 @@ def test_a_pipeline_is_the_plain_model(pp: int, tp: int, dp: int, count: int, to
 
 @each_rank(pp=2, dp=1, tp=2)
 def test_checked_runs_find_nothing_in_stages(ctx: ParallelContext) -> None:
-    with use(replace(ctx, checks=raising())):
+    with use(replace(ctx, observer=Observer())):
         both_ways(tpcore.current(), 4, 2, True)
         tpcore.optimizer_step(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1))
 
@@ -479,7 +479,7 @@ def test_stages_of_different_batches_are_told(other: str, at: int, checked: bool
             tpcore.optimizer_step(optimizer)
 
     def check(ctx: ParallelContext) -> None:
-        with use(replace(ctx, checks=raising() if checked else None)) as inner:
+        with use(replace(ctx, observer=Observer() if checked else None)) as inner:
             if other == "none":
                 steps(inner)
                 return

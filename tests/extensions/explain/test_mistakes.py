@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import tpcore
 from tpcore import Block, Mesh
-from tpcore.runtime.consensus import raising
 from tpcore.runtime.context import ParallelContext, use
 from tpcore.testing import run_ranks
+from tpcore_explain.checked import raising
 
 
 # -- a padded head ------------------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ def _checked(fn: Callable[[], object]) -> list[str]:
     """What a checked run of two ranks says of ``fn``."""
 
     def run(ctx: ParallelContext) -> str:
-        with use(replace(ctx, checks=raising())):
+        with use(replace(ctx, observer=raising())):
             try:
                 fn()
             except ValueError as e:
@@ -241,7 +241,7 @@ def test_nothing_is_found_in_a_model_that_is_right(tokens: bool) -> None:
 
     def run(ctx: ParallelContext) -> None:
         unwatched = Model(tokens)
-        with use(replace(ctx, checks=raising())):
+        with use(replace(ctx, observer=raising())):
             torch.manual_seed(0)
             model = Model(tokens)
             model.load_state_dict(unwatched.state_dict())
@@ -285,7 +285,7 @@ OTHER: dict[str, tuple[Callable[[ParallelContext], None], str]] = {
 @each_rank(dp=2, tp=2)
 def test_ranks_of_one_group_with_other_data_are_named(ctx: ParallelContext, name: str) -> None:
     spoil, says = OTHER[name]
-    ctx, first = replace(ctx, checks=raising()), 2 * ctx.coord("dp")
+    ctx, first = replace(ctx, observer=raising()), 2 * ctx.coord("dp")
     with use(ctx):
         spoil(ctx)
         with pytest.raises(ValueError, match=says.format(first, first + 1)):

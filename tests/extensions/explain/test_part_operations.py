@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import get_overridable_functions
 
-from tpcore.comm.parts import Mark, PartOf, marked, understood
+from tpcore_explain.parts import Mark, PartOf, marked, understood
 
 # of torch.nn.functional: everything else that a tensor subclass can be given is understood
 UNKNOWN = (

@@ -26,9 +26,9 @@ import tpcore
 import tpcore_hf
 from tpcore import Mesh
 from tpcore.layers.tokens import TokenOrder
-from tpcore.runtime.consensus import raising
 from tpcore.runtime.context import use
 from tpcore.testing import run_ranks
+from tpcore_explain.checked import raising
 from tpcore_hf.sequence.context_parallel import FAMILIES
 
 EXACT = 1e-12  # float64, in which the order of sums is all that differs
@@ -492,7 +492,7 @@ def test_what_is_changed_afterwards_or_differs_between_ranks_is_refused(ctx: tpc
         with pytest.raises(ValueError, match=r"ranks 0 and 1 of cp have .*: every rank of cp gets the whole batch"):
             model(**batch | ({name: value} if at else {}))  # what is refused is looked for again
     model(**batch)
-    with use(replace(ctx, checks=raising())), pytest.raises(ValueError, match="ranks 0 and 1 of cp differ in labels"):
+    with use(replace(ctx, observer=raising())), pytest.raises(ValueError, match="ranks 0 and 1 of cp differ in labels"):
         model(**batch | {"labels": batch["labels"] + at})  # in a checked run not once, but each time
     model.set_attn_implementation("sdpa")
     with pytest.raises(ValueError, match="attention 'sdpa' was set after parallelize"):

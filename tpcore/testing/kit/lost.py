@@ -28,8 +28,7 @@ from ...comm.comm import Comm
 from ...comm.signature import ALL, checked_calls
 from ...errors import CollectiveTimeoutError, PeerLostError
 from ...processes.launch import Processes, follow
-from ...runtime.consensus import in_eager_mode
-from ...runtime.context import ParallelContext
+from ...runtime.context import ParallelContext, in_eager_mode
 from ...runtime.init import init
 from .collectives import METHODS, calls
 from .launched import told

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...comm.parts import plain as materialized
+from ...comm.observer import plain as materialized
 from ...layout.shard import ShardSpec
 from ...runtime.context import ParallelContext
 from ..kit.rank import RankCheck, Wrong

@@ -16,8 +16,8 @@ from ...layers.module import ParallelModule
 from ...layers.sharding import Sharding, sharding, stamp
 from ...layout.layout import Layout, Slot
 from ...runtime import random
-from ...runtime.consensus import WHOLE_BATCH, compare_ranks
 from ...runtime.context import current
+from ...runtime.digests import WHOLE_BATCH, compare_ranks
 from .alike import check_layers, one_call_for_all
 from .schedule import Recomputed, Schedule, is_microbatch, tick, where
 from .stage import LayerArguments, StageLayers, check_count, check_divides, check_told_apart
@@ -117,7 +117,7 @@ class PipelinedLayers(nn.Module):
             return
         if any(t.is_meta for t in tensors.values()):
             return  # a step is recorded
-        if kind not in self._compared or self.context.checks is not None:
+        if kind not in self._compared or self.context.observer is not None:
             self._compared.add(kind)
             compare_ranks(tensors, self.pp, "stages {} and {} of a pipeline", f"every stage {WHOLE_BATCH}")
 

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from tpcore.checkpoint.dtensor import device_mesh
 from tpcore.comm.comm import Comm
 from tpcore.errors import BackendError
-from tpcore.runtime.consensus import compare_ranks, gather_bytes
+from tpcore.runtime.consensus import gather_bytes
 from tpcore.runtime.context import ParallelContext
+from tpcore.runtime.digests import compare_ranks
 from tpcore.runtime.random import get_state, set_state
 from tpcore.settings import LOCAL_WORLD_SIZE
 

@@ -14,8 +14,8 @@ from tpcore.comm import mappings as ops
 from tpcore.comm.comm import Comm
 from tpcore.layers.context_parallel import Way
 from tpcore.layers.tokens import TokenOrder
-from tpcore.runtime.consensus import WHOLE_BATCH, compare_ranks
 from tpcore.runtime.context import current
+from tpcore.runtime.digests import WHOLE_BATCH, compare_ranks
 
 from ..plan.arguments import CACHES, named, takes
 from ..shard.logits import Logits
@@ -70,7 +70,7 @@ class DealtTokens:
 
     def _compare(self, batch: dict[str, Tensor]) -> None:
         """ValueError on all ranks if they have other sequences: looked for once, in a checked run each time."""
-        once = self.compared and current().checks is None
+        once = self.compared and current().observer is None
         traced = not self.comm.eager or torch.compiler.is_compiling() or any(t.is_meta for t in batch.values())
         if not (once or traced):
             compare_ranks(batch, self.comm, "ranks {} and {} of cp", f"every rank of cp {WHOLE_BATCH}")

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from tpcore.comm import mappings as ops
-from tpcore.comm.parts import plain
+from tpcore.comm.observer import plain
 
 Map = Callable[[Tensor], Tensor]
 _FACTS = frozenset(

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from tpcore.comm.observer import Observed
+
 
 def _words(*texts: str) -> frozenset[str]:
     return frozenset(word for text in texts for word in text.split())
@@ -97,7 +99,7 @@ class Mark:
     """Whether operations that are not understood pass."""
 
 
-class PartOf(Tensor):
+class PartOf(Observed):
     """This rank's part of an activation, in a run with checks: every operation on it is inspected. The result of an
     operation is a part too, if the cut dim can be found in the result: exactly for views and operations that keep
     the shape, for others if one dim alone has its size."""
@@ -218,9 +220,3 @@ def _reduced(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], sums: boo
         dims = [dim] if isinstance(dim, int) and not isinstance(dim, bool) else dim
         return tuple(d % x.ndim for d in dims) if isinstance(dims, (list, tuple)) else range(x.ndim)
     return ()
-
-
-def plain(t: Tensor) -> Tensor:
-    """``t`` without its mark, for layers that handle parts correctly."""
-    # by type: isinstance asks the metaclass, which takes five times as long
-    return t.as_subclass(Tensor) if type(t) is PartOf else t

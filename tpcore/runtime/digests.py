@@ -1,0 +1,82 @@
+"""Digests of values that ranks need alike: other data is told apart, another rounding of the same data is not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ..comm.comm import Comm
+from ..comm.observer import plain
+from .consensus import gather
+
+_CHUNKS = 16
+_TOLERANCE = 1e-3  # relative, for a chunk's sum: ranks may round differently; other data differs by far more
+_SAMPLE = 64
+_OTHER = 0.1  # relative, in the 2-norm of a sample: independent data differ by 1.4, a flipped sign by 2
+_GOLDEN = (math.sqrt(5) - 1) / 2
+
+Note = tuple[str, list[float]]
+"""What should be equal on several ranks, and a digest of it."""
+
+WHOLE_BATCH = (
+    "gets the whole batch, its inputs and its labels, and draws the same random numbers outside of the layers; a "
+    "sampler takes ctx.index(ctx.batch) of ctx.batch.size"
+)
+"""What ranks of one batch need."""
+
+
+def compare_ranks(tensors: Mapping[str, Tensor], comm: Comm, pair: str, need: str) -> None:
+    """Raise ValueError on all ranks of ``comm`` if ``tensors``, which each needs alike, differ. ``pair``: two of them,
+    with places for their numbers. Collective."""
+    notes = [(", ".join(tensors), [0.0]), *((name, digest(t)) for name, t in tensors.items())]
+    different = first_difference(gather(notes, comm))
+    if different is not None:
+        other, name, other_name = different
+        what = f"differ in {name}" if name == other_name else f"have {name} and {other_name}"
+        raise ValueError(f"{pair.format(0, other)} {what}: {need}")
+
+
+def first_difference(notes_by_rank: Sequence[Sequence[Note]]) -> tuple[int, str, str] | None:
+    """The number of a rank that differs from the first, and the names of their first notes that do; None if none is."""
+    for other, notes in enumerate(notes_by_rank):
+        for (name, here), (other_name, there) in zip(notes_by_rank[0], notes, strict=False):
+            if name != other_name or not _alike(here, there):
+                return other, name, other_name
+    return None
+
+
+def digest(t: Tensor) -> list[float]:
+    """Numbers of a tensor's size, of its sums and of some of its entries."""
+    flat = plain(t.detach()).reshape(-1)
+    if not flat.is_floating_point():
+        if flat.is_complex() or not flat.numel():
+            return [float(flat.numel())]
+        places = torch.arange(flat.numel(), device=flat.device) % 1009 + 1
+        return [float(flat.numel()), float(int((flat.to(torch.int64) * places).sum()) % (1 << 52))]
+    sums = [float(chunk.abs().sum(dtype=torch.float64)) for chunk in flat.chunk(_CHUNKS)]
+    # a sample of places that depend on the size alone, without a period, so that no width of a row divides their
+    # distances; four digits, which are short in JSON
+    n = flat.numel()
+    chosen = range(n) if n <= _SAMPLE else [int(i * _GOLDEN % 1 * n) for i in range(_SAMPLE)]
+    sample = flat[torch.tensor(chosen, dtype=torch.int64, device=flat.device)].double().tolist()
+    sample = [float(f"{x:.4g}") if math.isfinite(x) else 0.0 for x in sample]
+    return [float(n), *(s if math.isfinite(s) else -1.0 for s in sums), *sample]
+
+
+def _alike(a: list[float], b: list[float]) -> bool:
+    if len(a) != len(b) or a[0] != b[0]:
+        return False
+    if len(a) == 2 or not a[0]:  # integers, or nothing
+        return a == b
+    size = min(_SAMPLE, int(a[0]))
+    sums, others = a[1:-size], b[1:-size]
+    # of n entries that are rounded to bfloat16 by themselves the sum changes by 1/sqrt(n) of one's rounding
+    most = _TOLERANCE + 2.0**-7 / math.sqrt(max(1.0, a[0] / _CHUNKS))
+    if any(abs(x - y) > most * max(abs(x), abs(y)) for x, y in zip(sums, others, strict=True)):
+        return False
+    # of an entry that is rounding alone, as where equal values were subtracted, all digits may differ
+    noise = _TOLERANCE * max(0.0, sum(sums)) / a[0] * math.sqrt(size)
+    return math.dist(a[-size:], b[-size:]) <= _OTHER * math.hypot(*a[-size:]) + noise

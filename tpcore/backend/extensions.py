@@ -29,6 +29,10 @@ class ExtensionSpecs:
         """Forms of checkpoint, each a ``tpcore.checkpoint.forms.source.Form``, tried after tpcore's own form."""
 
     @hookspec
+    def tpcore_guards(self) -> Iterable[Any] | None:
+        """Each a ``tpcore.runtime.guards.Guard``, installed by ``init`` and undone by ``shutdown``."""
+
+    @hookspec
     def tpcore_observer(self, ctx: Any, certain: bool) -> Observer | None:
         """What looks on in the checked run of ``ctx``, a ``ParallelContext`` without groups as yet. ``certain``: in any
         run, on one layer that a plan of the user's own leaves in parts; it reports what is certainly wrong alone."""

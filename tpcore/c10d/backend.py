@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from inspect import signature
@@ -14,20 +14,20 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import RemovableHandle
 
 from .. import settings
 from ..backend.interface import Backend, Capabilities
 from ..comm.transport import Transport
 from ..errors import BackendError
 from ..layout.mesh import Group
+from ..runtime.guards import Guard, installed, refusing
 from .supervision.rendezvous import store_of_environment
 from .supervision.supervisor import Members, Supervisor
 from .supervision.waiting import Waiting
 from .transport import C10dTransport
+
+_REPLICAS = signature(DistributedDataParallel.__init__)
 
 
 class C10dBackend(Backend):
@@ -51,7 +51,7 @@ class C10dBackend(Backend):
         self._process_groups, self._connected = list[Any](), list[C10dTransport]()
         self._owns = False
         self._supervisor: Supervisor | None = None
-        self._hook: RemovableHandle | None = None
+        self._guards = ExitStack()
         self.device_meshes: dict[tuple[tuple[str, int], ...], Any] = {}
         """The DeviceMeshes of ``tpcore.checkpoint.dtensor_state_dict``, by axes and sizes: making one is collective."""
 
@@ -95,7 +95,9 @@ class C10dBackend(Backend):
             self._supervisor.peers.hook()
             # wait for all: an error that all ranks raise next must not cut off a rank that still connects
             self._supervisor.meet("have joined")
-            self._hook = register_module_module_registration_hook(refuse_shards_as_replicas)
+            why = "DistributedDataParallel would overwrite parts of parameters by the first rank's"
+            guard = Guard(DistributedDataParallel, "__init__", refusing(refuse_shards_as_replicas), why)
+            self._guards.enter_context(installed([guard]))
         return rank, world
 
     def stop(self) -> None:
@@ -108,9 +110,7 @@ class C10dBackend(Backend):
 
     def _close(self, error: BaseException | None) -> None:
         self.device_meshes.clear()
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        self._guards.close()
         if self._supervisor is not None:
             self._supervisor.close(error)
         for transport in self._connected:
@@ -229,13 +229,13 @@ class C10dBackend(Backend):
         return timedelta(seconds=self._timeout)
 
 
-def refuse_shards_as_replicas(owner: nn.Module, name: str, module: Any) -> None:
-    """A hook on modules: DistributedDataParallel, also of accelerate and Fabric, raises ValueError on its ranks if
-    their parts of a parameter differ: it would overwrite all by its first rank's."""
-    if not isinstance(owner, DistributedDataParallel) or name != "module":
-        return
-    # DDP's constructor has chosen the group when it registers the model, and has sent nothing yet
-    ranks, me = dist.get_process_group_ranks(owner.process_group), dist.get_rank()
+def refuse_shards_as_replicas(*args: Any, **kwargs: Any) -> None:
+    """``DistributedDataParallel(...)``, also of accelerate and Fabric, is a ValueError on its ranks if their parts of a
+    parameter differ: it would overwrite all by its first rank's."""
+    given = _REPLICAS.bind(*args, **kwargs).arguments
+    module, mesh = given["module"], given.get("device_mesh")
+    group = given.get("process_group") if mesh is None else mesh.get_group(0)
+    ranks, me = dist.get_process_group_ranks(group or dist.group.WORLD), dist.get_rank()
     for parameter_name, parameter in module.named_parameters():
         mark = getattr(parameter, "tpcore_sharding", None)  # of layers, which are above this room
         unlike = [r for r in ranks if not _same_part(mark, me, r)] if hasattr(mark, "layout") else []

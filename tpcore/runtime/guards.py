@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from functools import wraps
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial, wraps
 from typing import Any
 
 import safetensors.torch
@@ -14,9 +15,58 @@ from torch.nn.utils import clip_grad, parametrize, prune
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
+from ..backend.extensions import manager
 from .context import current, is_initialized
 
 Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Guard:
+    """A function of another library that takes a part for the whole, and what stands in its place while a job runs."""
+
+    owner: Any
+    """The module or class that has it, and looks it up in each call."""
+    name: str
+    replacement: Callable[[Function], Function]
+    """Makes of the function one that is right for parts, or refuses them."""
+    why: str
+
+
+@contextmanager
+def installed(guards: Iterable[Guard]) -> Iterator[None]:
+    """In the block, the replacements stand in place of the functions, for all threads."""
+    with ExitStack() as undo:
+        for guard in list(guards):
+            there = vars(guard.owner).get(guard.name)
+            if there is None:
+                raise ValueError(f"{guard.owner} has no {guard.name}, which tpcore guards, for {guard.why}")
+            kind = type(there) if isinstance(there, (classmethod, staticmethod)) else None
+            function = there if kind is None else there.__func__
+            replacement: Any = wraps(function)(guard.replacement(function))
+            undo.callback(setattr, guard.owner, guard.name, there)
+            setattr(guard.owner, guard.name, replacement if kind is None else kind(replacement))
+        yield
+
+
+def whole_tensors_only() -> AbstractContextManager[None]:
+    """In the block, functions of libraries take sharded parameters for what they are, on every rank: the guards of
+    tpcore and of all extensions."""
+    return installed([*_own(), *(guard for added in manager().hook.tpcore_guards() for guard in added or ())])
+
+
+def refusing(check: Callable[..., None]) -> Callable[[Function], Function]:
+    """The replacement that calls ``check``, which may raise, with the arguments of each call before it is made."""
+
+    def replacement(function: Function) -> Function:
+        def guard(*args: Any, **kwargs: Any) -> Any:
+            check(*args, **kwargs)
+            return function(*args, **kwargs)
+
+        return guard
+
+    return replacement
+
 
 IN_FILE = (
     "a tensor of shape {} is one rank's part of {}, and a file would hold it as the whole: model.save_pretrained and "
@@ -43,7 +93,6 @@ def refuse_in_file(t: object) -> None:
 def _norm(function: Function) -> Function:
     """A guard of a function of parameters or of gradients, which have no marks of their own."""
 
-    @wraps(function)
     def guard(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         layers = current().layers if is_initialized() else ()
@@ -55,31 +104,24 @@ def _norm(function: Function) -> Function:
     return guard
 
 
-def _of_module(what: str, function: Function) -> Function:
-    """A guard of ``function``, which puts ``what`` in the place of a module's parameter. Its first arguments, after a
+def _check_module(what: str, *args: Any, **kwargs: Any) -> None:
+    """ValueError if ``what`` would be put in the place of a module's sharded parameter. The first arguments, after a
     class perhaps, are the module and the parameter's name."""
-
-    @wraps(function)
-    def guard(*args: Any, **kwargs: Any) -> Any:
-        at = 0 if args and isinstance(args[0], nn.Module) else 1
-        module = kwargs.get("module", args[at] if len(args) > at else None)
-        name = kwargs.get("name", kwargs.get("tensor_name", args[at + 1] if len(args) > at + 1 else ""))
-        weight: Any = getattr(module, str(name), None)
-        if mark_of(weight) is not None:
-            raise ValueError(
-                f"{type(module).__name__}.{name} is this rank's part, of shape {tuple(weight.shape)}, and {what} would "
-                "take it for the whole weight: leave the layer unsharded, or do it, and make it permanent (remove), "
-                "before the layer is converted"
-            )
-        return function(*args, **kwargs)
-
-    return guard
+    at = 0 if args and isinstance(args[0], nn.Module) else 1
+    module = kwargs.get("module", args[at] if len(args) > at else None)
+    name = kwargs.get("name", kwargs.get("tensor_name", args[at + 1] if len(args) > at + 1 else ""))
+    weight: Any = getattr(module, str(name), None)
+    if mark_of(weight) is not None:
+        raise ValueError(
+            f"{type(module).__name__}.{name} is this rank's part, of shape {tuple(weight.shape)}, and {what} would "
+            "take it for the whole weight: leave the layer unsharded, or do it, and make it permanent (remove), "
+            "before the layer is converted"
+        )
 
 
 def _initial(function: Function) -> Function:
     """A function of ``torch.nn.init`` that gives a part the values of the whole, as one process draws them."""
 
-    @wraps(function)
     def guard(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         mark = mark_of(tensor)
         if mark is None:
@@ -93,7 +135,6 @@ def _initial(function: Function) -> Function:
 def _hooked(function: Function) -> Function:
     """``Tensor.register_hook``: a hook of a part gets the gradient of the whole, for it may know rows by number."""
 
-    @wraps(function)
     def guard(tensor: Tensor, hook: Callable[[Tensor], Any]) -> Any:
         mark = mark_of(tensor)
 
@@ -107,40 +148,20 @@ def _hooked(function: Function) -> Function:
     return guard
 
 
-def _storage(function: Function) -> Function:
-    """What safetensors asks of each tensor that it writes."""
-
-    @wraps(function)
-    def guard(tensor: Tensor) -> Any:
-        refuse_in_file(tensor)
-        return function(tensor)
-
-    return guard
-
-
-def _guarded() -> Iterator[tuple[Any, str, Any]]:
-    """Owner and name of each function, and its guard. torch looks these names up at each call, so they guard
-    a ``clip_grad_norm_`` or ``weight_norm`` that a program has imported before, too."""
+def _own() -> Iterator[Guard]:
+    """torch looks these names up at each call, so they guard a ``clip_grad_norm_`` or ``weight_norm`` that a program
+    has imported before, too."""
     norms = clip_grad._get_total_norm, clip_grad._clip_grads_with_norm_
     for owner in (nn.utils, clip_grad):
-        yield from ((owner, name, _norm(f)) for name, f in vars(owner).items() if f in norms)
-    yield parametrize, "register_parametrization", _of_module("a parametrization", parametrize.register_parametrization)
-    for kind in (WeightNorm, SpectralNorm):
-        yield kind, "apply", staticmethod(_of_module("a norm of it", kind.apply))
-    pruned = vars(prune.BasePruningMethod)["apply"].__func__
-    yield prune.BasePruningMethod, "apply", classmethod(_of_module("a mask for it", pruned))
+        for name in [name for name, f in vars(owner).items() if f in norms]:
+            yield Guard(owner, name, _norm, "the norm of a rank's part is no norm")
+    modules = (parametrize, "register_parametrization", "a parametrization"), (WeightNorm, "apply", "a norm of it")
+    more = (SpectralNorm, "apply", "a norm of it"), (prune.BasePruningMethod, "apply", "a mask for it")
+    for owner, name, what in (*modules, *more):
+        yield Guard(owner, name, refusing(partial(_check_module, what)), f"{what} needs the whole weight")
     for name, function in vars(nn.init).items():
         if not name.startswith("_") and callable(function) and name.rstrip("_") + "_" in vars(nn.init):
-            yield nn.init, name, _initial(function)
-    yield Tensor, "register_hook", _hooked(Tensor.register_hook)
-    yield safetensors.torch, "storage_ptr", _storage(safetensors.torch.storage_ptr)
-
-
-@contextmanager
-def whole_tensors_only() -> Iterator[None]:
-    """In the block, these functions take sharded parameters for what they are, on every rank."""
-    with ExitStack() as undo:
-        for owner, name, guard in list(_guarded()):
-            undo.callback(setattr, owner, name, vars(owner)[name])
-            setattr(owner, name, guard)
-        yield
+            yield Guard(nn.init, name, _initial, "values that one process draws")
+    yield Guard(Tensor, "register_hook", _hooked, "hooks that know rows by their numbers")
+    # asked by safetensors of each tensor that it writes
+    yield Guard(safetensors.torch, "storage_ptr", refusing(refuse_in_file), "files that hold whole tensors")

@@ -6,11 +6,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from tpcore.backend.interface import hookimpl
-from tpcore.checkpoint.forms.source import Form
 
 
 @hookimpl
-def tpcore_checkpoint_forms() -> Iterable[Form]:
+def tpcore_checkpoint_forms() -> Iterable[Any]:
     from . import megatron, neuron
 
     return neuron.FORM, megatron.FORM

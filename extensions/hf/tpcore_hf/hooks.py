@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from tpcore.backend.interface import hookimpl
+
+
+@hookimpl
+def tpcore_guards() -> Iterable[Any]:
+    from torch.nn.parallel import DistributedDataParallel
+
+    from tpcore.runtime.guards import Guard, refusing
+
+    from .shard.refusals import refuse_replicas
+
+    why = "it would make all parts of a model the first rank's"
+    return [Guard(DistributedDataParallel, "__init__", refusing(refuse_replicas), why)]
 
 
 @hookimpl

@@ -160,7 +160,7 @@ def test_distributed_data_parallel_is_refused(tmp_path: Path) -> None:
 
         def rank(ctx: tpcore.ParallelContext) -> None:
             model = tpcore.parallelize(llama())
-            with pytest.raises(ValueError, match="copy rank 0's part of this LlamaForCausalLM"):
+            with pytest.raises(ValueError, match="copy the first rank's part of this LlamaForCausalLM"):
                 torch.nn.parallel.DistributedDataParallel(model)
 
         run_ranks(TWO, rank)

@@ -28,11 +28,6 @@ class Refusal:
 
 _PREPARED, _ADAPTERS = "_is_accelerate_prepared", "peft_config"
 _MESSAGES = {
-    # read by DistributedDataParallel's constructor, which then copies rank 0's parameters to all ranks. The shapes
-    # match, so every rank would have the same part of the model, and training would go on
-    "_ddp_params_and_buffers_to_ignore": "DistributedDataParallel would copy rank 0's part of this {} to ranks that "
-    "hold other parts, and so would accelerate: leave the model as it is and call tpcore.reduce_gradients() before "
-    "each optimizer step, or tpcore.optimizer_step()",
     # asked by accelerate before it places or wraps a model, in training and in evaluation. Its data loaders would give
     # the ranks of one tp group other batches
     _PREPARED: "this {} is cut over ranks, and accelerate, by which the Trainer of transformers works, would wrap it "
@@ -48,6 +43,17 @@ _MESSAGES = {
 def _resize(model: nn.Module, *_: Any, **__: Any) -> NoReturn:
     reason = f"the vocabulary of this {type(model).__name__} is cut over ranks"
     raise ValueError(f"{reason}: call resize_token_embeddings before tpcore.parallelize")
+
+
+def refuse_replicas(replicas: nn.Module, module: nn.Module, *_: Any, **__: Any) -> None:
+    """``DistributedDataParallel(module)``, which copies the first rank's parameters to all: the shapes match, so every
+    rank would have the same part of the model, and training would go on."""
+    if is_guarded(module):
+        raise ValueError(
+            f"{type(replicas).__name__} would copy the first rank's part of this {type(module).__name__} to ranks that "
+            "hold other parts, and so would accelerate: leave the model as it is and call tpcore.reduce_gradients() "
+            "before each optimizer step, or tpcore.optimizer_step()"
+        )
 
 
 def guard(model: nn.Module) -> None:

@@ -50,10 +50,12 @@ def manager() -> pluggy.PluginManager:
     for point in sorted(set(entry_points(group=GROUP)), key=lambda point: point.name):
         try:
             found.register(point.load(), name=point.name)
+            found.check_pending()
         except Exception as e:  # noqa: BLE001  a module of somebody else may raise anything
             owner = f"{point.dist.name} {point.dist.version}" if point.dist else "an unknown distribution"
             log.warning(f"the extension {point.name!r} of {owner} is left out: {type(e).__name__}: {e}")
-    found.check_pending()
+            if found.has_plugin(point.name):
+                found.unregister(name=point.name)
     return found
 
 

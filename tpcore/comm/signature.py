@@ -37,9 +37,11 @@ def library() -> tuple[str, ...]:
     groups = entry_points()
     points = (*groups.select(group="tpcore"), *groups.select(group="tpcore.extensions"))
     found = [find_spec(name) for name in {point.module.partition(".")[0] for point in points}]
-    plugged = {str(Path(spec.origin).parent) for spec in found if spec is not None and spec.origin is not None}
-    folders = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), *sorted(plugged)
-    return (*(folder + os.sep for folder in folders), "<frozen", "<eval")
+    # a plugin of one file may lie beside a user's own
+    packages = [folder for spec in found if spec is not None for folder in spec.submodule_search_locations or ()]
+    files = sorted(spec.origin for spec in found if spec and spec.origin and not spec.submodule_search_locations)
+    folders = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), *sorted(packages)
+    return (*(folder + os.sep for folder in folders), *files, "<frozen", "<eval")
 
 
 def call_site(*also: str) -> Site:

@@ -152,9 +152,9 @@ def _own() -> Iterator[Guard]:
     """torch looks these names up at each call, so they guard a ``clip_grad_norm_`` or ``weight_norm`` that a program
     has imported before, too."""
     norms = clip_grad._get_total_norm, clip_grad._clip_grads_with_norm_
-    for owner in (nn.utils, clip_grad):
-        for name in [name for name, f in vars(owner).items() if f in norms]:
-            yield Guard(owner, name, _norm, "the norm of a rank's part is no norm")
+    for module in (nn.utils, clip_grad):
+        for name in [name for name, f in vars(module).items() if f in norms]:
+            yield Guard(module, name, _norm, "the norm of a rank's part is no norm")
     modules = (parametrize, "register_parametrization", "a parametrization"), (WeightNorm, "apply", "a norm of it")
     more = (SpectralNorm, "apply", "a norm of it"), (prune.BasePruningMethod, "apply", "a mask for it")
     for owner, name, what in (*modules, *more):

@@ -115,8 +115,8 @@ def init(
     chosen = backend if isinstance(backend, Backend) else load_backend(choose_backend(backend))
     rank, world = chosen.start(seconds)
     try:
-        mesh = _mesh(tp, pp, ep, cp, world)
-        ctx = _divided(chosen, mesh, rank, _observer(ParallelContext(chosen, mesh, rank)))
+        divided = _mesh(tp, pp, ep, cp, world)
+        ctx = _divided(chosen, divided, rank, _observer(ParallelContext(chosen, divided, rank)))
     except BaseException:
         chosen.stop()
         raise

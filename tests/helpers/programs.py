@@ -21,9 +21,8 @@ from tempfile import TemporaryDirectory
 PRELOAD = [
     *("torch", "pytest", "hypothesis", "cloudpickle", "tpcore.trace", "tpcore_cpu_gloo.backend"),
     *("torch._dynamo", "torch.export._trace"),  # optimizers and checked runs import the compiler: as long as torch
-    *("tpcore_hf.trainer", "transformers.models.llama.modeling_llama"),  # twice as long
 ]
-"""Installed modules: a path of the tests' own does not reach the server. What is not here is passed by."""
+"""Installed modules: a path of the tests' own does not reach the server. Extensions' tests add theirs."""
 PROGRAMS = {"tpcore": "tpcore", "torchrun": "torch.distributed.run"}
 """Console scripts and the modules that they run."""
 

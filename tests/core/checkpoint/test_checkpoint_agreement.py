@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.checkpoints import files_in, refit
+from helpers.checkpoints import files_in, refit, values
 from torch import Tensor, nn
 
 import tpcore
@@ -20,7 +20,6 @@ from tpcore.errors import CheckpointError
 from tpcore.layout.mesh import Mesh
 from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
-from tpcore_convert.rewrite import reshard
 
 pytestmark = pytest.mark.usefixtures("no_fsync")
 
@@ -183,7 +182,7 @@ def test_a_checkpoint_of_ranks_that_do_not_fit_is_refused(less: int, tmp_path: P
     with pytest.raises(CheckpointError, match=message):
         run_ranks(Mesh({"tp": 1}), lambda ctx: load(tmp_path / "c", net(16 if less else 8)))
     with pytest.raises(CheckpointError, match=message):
-        reshard(tmp_path / "c", tmp_path / "out", 1)
+        values(tmp_path / "c")
 
 
 def take(source: Path, folder: Path, name: str) -> None:

@@ -14,16 +14,14 @@ from typing import Any
 import pytest
 import torch
 from helpers.checkpoints import deep, refit, values
+from safetensors.torch import save_file
 from torch import nn
 
 import tpcore
 from tpcore.checkpoint import load, save
-from tpcore.checkpoint.read.source import CutRule
 from tpcore.errors import CheckpointError
 from tpcore.layout.mesh import Mesh
 from tpcore.testing import run_ranks
-from tpcore_convert.inspect import verify
-from tpcore_convert.rewrite import consolidate
 
 pytestmark = [
     pytest.mark.timeout(60),
@@ -55,6 +53,17 @@ def mutated(data: bytes, draw: random.Random) -> bytes:
     return bytes(out)
 
 
+def in_several_files(weights: dict[str, torch.Tensor], folder: Path) -> Path:
+    """Each tensor in a file of its own; the index that names them."""
+    folder.mkdir()
+    for i, (name, t) in enumerate(weights.items()):
+        save_file({name: t}, folder / f"model-{i}.safetensors")
+    index = folder / "model.safetensors.index.json"
+    files = {name: f"model-{i}.safetensors" for i, name in enumerate(weights)}
+    index.write_text(json.dumps({"weight_map": files}))
+    return index
+
+
 @pytest.fixture
 def bounded() -> Iterator[None]:
     """No more memory than 256 MB beyond what is there."""
@@ -75,10 +84,9 @@ def test_mutated_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: i
         save({"model": model.state_dict(), "epoch": 1}, tmp_path / "c")
 
     run_ranks(Mesh({"tp": 2}), one)
-    consolidate(tmp_path / "c", tmp_path / "hf", max_shard_size=64)
     want = values(tmp_path / "c")
+    index = in_several_files(want, tmp_path / "hf")
     files = sorted(p for p in (tmp_path / "c").rglob("*") if p.is_file())
-    index = tmp_path / "hf" / "model.safetensors.index.json"
     draw = random.Random(0)
     refused = 0
     for i in range(count):
@@ -99,46 +107,6 @@ def test_mutated_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: i
             target.write_bytes(original)
     assert refused > count // 2
     assert json.loads(index.read_text())["weight_map"].keys() == want.keys()
-
-
-@COUNTS
-@pytest.mark.timeout(1800)
-@pytest.mark.usefixtures("bounded")
-def test_mutated_pickles(tmp_path: Path, count: int) -> None:
-    """Whole files and shards of another library. What ``verify`` finds nothing wrong with is right.
-
-    Loading alone cannot tell: torch does not compare its checksums, and a rank reads its part only.
-    """
-    g = torch.Generator().manual_seed(0)
-    want = {f"{i}.weight": torch.randn(4, 3, generator=g) for i in range(3)}
-    torch.save({"model": want, "epoch": 1}, tmp_path / "whole.pt")
-    for rank in range(2):
-        (tmp_path / "c" / f"tp_rank_{rank}").mkdir(parents=True)
-        state = {name: t.chunk(2)[rank].clone() for name, t in want.items()}
-        torch.save({"model": state}, tmp_path / "c" / f"tp_rank_{rank}" / "checkpoint.pt")
-    files = sorted(tmp_path.rglob("*.pt"))
-    rules = [CutRule("*", 0)]
-    draw = random.Random(1)
-    refused = 0
-    for i in range(count // 2):
-        target = draw.choice(files)
-        path = target if target.parent == tmp_path else tmp_path / "c"
-        original = target.read_bytes()
-        # in place: what is mapped by then would fault, as with any file that is cut while it is read
-        target.unlink()
-        target.write_bytes(mutated(original, draw))
-        try:
-            found = values(path, rules if path.is_dir() else [])
-            if not verify(path, rules=rules if path.is_dir() else []):
-                assert all(torch.equal(found[name], t) for name, t in want.items()), (i, target)
-            else:
-                refused += 1
-        except CheckpointError:
-            refused += 1
-        finally:
-            target.unlink()
-            target.write_bytes(original)
-    assert refused > count // 4
 
 
 # -- made on purpose ----------------------------------------------------------------------------------------
@@ -177,14 +145,14 @@ def test_special_files_of_a_checkpoint(saved: Path, name: str, how: Callable[[Pa
         refit(saved, "manifest.json", lambda top: top["files"][name].update(bytes=0))
     with pytest.raises(CheckpointError, match=re.escape(name)):
         values(saved, quiet=True)
-    assert any(name in problem for problem in verify(saved))
 
 
 @pytest.mark.parametrize("how", [fifo, device])
-@pytest.mark.parametrize("name", ["model.safetensors.index.json", "model-00001-of-00002.safetensors", "w.pt"])
+@pytest.mark.parametrize("name", ["model.safetensors.index.json", "model-0.safetensors", "w.pt"])
 def test_special_files_of_other_forms(tmp_path: Path, name: str, how: Callable[[Path], None]) -> None:
-    torch.save({"model": {"a": torch.ones(100), "b": torch.ones(100)}}, tmp_path / "w.pt")
-    consolidate(tmp_path / "w.pt", tmp_path / "hf", max_shard_size=500)
+    weights = {"a": torch.ones(100), "b": torch.ones(100)}
+    torch.save({"model": weights}, tmp_path / "w.pt")
+    in_several_files(weights, tmp_path / "hf")
     path = (tmp_path if name == "w.pt" else tmp_path / "hf") / name
     how(path)
     with pytest.raises(CheckpointError, match=re.escape(name)):
@@ -192,14 +160,6 @@ def test_special_files_of_other_forms(tmp_path: Path, name: str, how: Callable[[
 
 
 STATE = "tp_rank_0/state.json"
-
-
-@pytest.mark.parametrize("how", [fifo, device])
-def test_special_files_beside_weights(tmp_path: Path, how: Callable[[Path], None]) -> None:
-    torch.save({"w": torch.ones(2)}, tmp_path / "pytorch_model.bin")
-    (tmp_path / "config.json").touch()
-    how(tmp_path / "config.json")
-    assert verify(tmp_path) == []
 
 
 def shared_lists() -> Any:
@@ -248,9 +208,9 @@ def test_pickles_that_make_much_of_little(tmp_path: Path, what: str, form: str) 
 def test_a_save_into_a_part_of_a_checkpoint_is_refused(saved: Path, inside: str) -> None:
     with pytest.raises(CheckpointError, match=r"is inside of the checkpoint .*/c, in its tp_rank_0"):
         run_ranks(Mesh({"tp": 1}), lambda ctx: save({"model": tpcore_state()}, saved / inside))
-    assert verify(saved) == []
+    assert torch.equal(values(saved)["w"], tpcore_state()["w"])
     run_ranks(Mesh({"tp": 1}), lambda ctx: save({"model": tpcore_state()}, saved / "later"))
-    assert verify(saved / "later") == []
+    assert torch.equal(values(saved / "later")["w"], tpcore_state()["w"])
 
 
 @pytest.mark.parametrize("names", [[["w"]], [7], [None]])

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.checkpoints import SPECS, WANTED, Bomb, Net, assert_parts, full
+from helpers.checkpoints import SPECS, WANTED, Bomb, Net, assert_parts, full, values
 from helpers.rank_pool import RankPool
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,14 +22,13 @@ from torch import nn
 
 import tpcore
 from tpcore.checkpoint import load
-from tpcore.checkpoint.read.source import CutRule, read_shards
+from tpcore.checkpoint.read.source import read_shards
 from tpcore.checkpoint.storage import tensorfile
 from tpcore.checkpoint.storage.tensorfile import TensorFile
 from tpcore.errors import CheckpointError
 from tpcore.layout.mesh import Mesh
 from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
-from tpcore_convert.rewrite import consolidate, reshard
 
 pytestmark = [pytest.mark.usefixtures("no_fsync"), pytest.mark.filterwarnings("ignore:.*is a pickle.*:UserWarning")]
 
@@ -243,26 +242,7 @@ def test_compressed_records_are_refused(tmp_path: Path) -> None:
             new.writestr(name, old.read(name), zipfile.ZIP_DEFLATED)
     assert torch.equal(torch.load(path)["model"]["w"], torch.arange(64.0))
     with pytest.raises(CheckpointError, match=r"c\.pt has compressed records.*torch\.save"):
-        consolidate(path, tmp_path / "out")
-
-
-LARGEST, COUNT = 16 * MiB, 24  # 384 MiB in all
-
-
-@pytest.mark.slow
-def test_peaks_do_not_grow_with_the_total(tmp_path: Path) -> None:
-    rows = LARGEST // 4096 // 4
-    t = torch.arange(rows * 4096, dtype=torch.float32).view(rows, 4096)
-    save_file({str(i): t + i for i in range(COUNT)}, tmp_path / "whole.safetensors")
-    rules = [CutRule(str(i), i % 2) for i in range(COUNT)]  # half of them along rows, half along columns
-    steps: dict[str, Callable[[], Any]] = {
-        "cut": lambda: reshard(tmp_path / "whole.safetensors", tmp_path / "2", 2, rules=rules),
-        "reshard": lambda: reshard(tmp_path / "2", tmp_path / "4", 4),
-        "consolidate": lambda: consolidate(tmp_path / "4", tmp_path / "out"),
-    }
-    peaks = {name: grown(run) for name, run in steps.items()}
-    # far below the 256 MiB beyond twice the largest tensor that are allowed, and below a quarter of the total
-    assert all(peak < 2 * LARGEST + 64 * MiB for peak in peaks.values()), peaks
+        values(path)
 
 
 # -- one rank's shards, without ranks or a model -----------------------------------------------------------

@@ -6,23 +6,18 @@ import fcntl
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from helpers import programs as forked
-from helpers.killed_saves import Counted
 from torch import nn
 
 import tpcore
 from tpcore.checkpoint import load, save
-from tpcore.checkpoint.storage import files
 from tpcore.checkpoint.storage.publish import OwnedDirectory
-from tpcore.errors import CheckpointError
 from tpcore.layout.mesh import Mesh
 from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
-from tpcore_convert.rewrite import consolidate, convert, reshard
 
 KILLED = """
 import os, signal, sys, tempfile, time
@@ -35,11 +30,6 @@ import torch, tpcore
 tpcore.init("cpu_gloo", tp=1)
 os.fsync = killed
 tpcore.checkpoint.save({"w": torch.ones(3)}, sys.argv[1])
-"""
-REWRITE = """
-from tpcore_convert import rewrite
-os.fsync = killed
-rewrite.{}(sys.argv[1], sys.argv[2])
 """
 OWNS = """
 from tpcore.checkpoint.storage.publish import OwnedDirectory
@@ -99,45 +89,6 @@ def test_the_instant_between_two_renames_of_another_number(home: Path) -> None:
     one(home / "step_20", 20)
     assert sorted(os.listdir(home)) == ["step_13", "step_20"]
     run_ranks(Mesh({"tp": 1}), lambda ctx: torch.testing.assert_close(load(home / "step_13")["step"], 14))
-
-
-@pytest.mark.processes
-@pytest.mark.filterwarnings("ignore:.*is a pickle.*:UserWarning")
-def test_a_command_again_removes_what_it_left(home: Path, tmp_path: Path) -> None:
-    one(tmp_path / "c", 1)
-    torch.save({"w": torch.ones(3)}, tmp_path / "whole.pt")
-    for command, source, out in (
-        (consolidate, tmp_path / "c", home / "whole"),
-        (convert, tmp_path / "whole.pt", home / "whole.safetensors"),
-    ):
-        die(tmp_path, REWRITE.format(command.__name__), source, out)
-        assert any(name.startswith(f".{out.name}.writing-") for name in os.listdir(home))
-        command(source, out)
-    assert sorted(os.listdir(home)) == ["whole", "whole.safetensors"]
-
-
-@pytest.mark.filterwarnings("ignore:.*is a pickle.*:UserWarning")
-def test_a_command_that_fails_in_a_write_leaves_nothing(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full() -> None:
-        raise OSError(28, "No space left on device")
-
-    def opened(path: str, mode: str) -> Any:
-        f = open(path, mode)  # noqa: SIM115  whoever opens it closes it
-        return Counted(f, full) if "x" in mode else f
-
-    one(tmp_path / "c", 1)
-    torch.save({"w": torch.ones(3)}, tmp_path / "w.pt")
-    monkeypatch.setattr(files, "open", opened, raising=False)
-    for run in (
-        lambda: consolidate(tmp_path / "c", home / "x"),
-        lambda: reshard(tmp_path / "c", home / "x", 2),
-        lambda: convert(tmp_path / "w.pt", home / "x.safetensors"),
-    ):
-        with pytest.raises(CheckpointError, match=r"cannot write .*No space left"):
-            run()
-        assert os.listdir(home) == []
 
 
 @pytest.mark.processes

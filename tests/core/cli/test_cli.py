@@ -98,15 +98,3 @@ def test_without_its_extra_the_command_says_how_to_get_it(missing):
     assert done.returncode == 1
     assert done.stdout == ""
     assert done.stderr == (f"the tpcore command needs {missing}, which is not installed: pip install 'tpcore[cli]'\n")
-
-
-@pytest.mark.parametrize("name", ["nope", "neuron"])
-def test_verifying_a_backend_that_cannot_run_starts_nothing(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    found = CliRunner().invoke(app, ["verify", "--backend", name])
-    assert found.exit_code == 2
-    assert found.output.startswith("tpcore verify: ")
-    assert "Traceback" not in found.output
-    assert not list(tmp_path.iterdir())

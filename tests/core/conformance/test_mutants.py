@@ -19,14 +19,12 @@ from torch import Tensor
 from tpcore.comm.comm import Comm
 from tpcore.comm.transport import Op, Pending, Transport, inverse
 from tpcore.errors import BackendError
-from tpcore.layout.mesh import Group, Mesh
-from tpcore.runtime.context import ParallelContext, current
-from tpcore.testing import run_ranks
+from tpcore.layout.mesh import Group
+from tpcore.runtime.context import current
 from tpcore.testing.kit import collectives
 from tpcore.testing.kit.contract import Contract
 from tpcore.testing.threads import ThreadTransport, ThreadWorld
 from tpcore_cpu_gloo import programs
-from tpcore_explain.verify.report import EDGES, edge_rows
 
 HALVES, LARGE = (torch.float16, torch.bfloat16), 4096
 FAULTS = Faults()
@@ -733,23 +731,3 @@ SHOWN |= {"CutsSumsOffInsteadOfRounding", "WholeNumbersWithoutDimsAreLong"}
 EVERY = {name: fault for name, fault in FAULTS.items() if name not in HIDDEN}
 SHOWN |= set({by.split()[0]: name for name, (by, _) in reversed(EVERY.items())}.values())  # each test's first
 SHOWN |= {name for name, (by, _) in EVERY.items() if by.split()[0] in ("test_many", "test_freed")}
-SHOWN_BY_VERIFY = Faults((n, (by, cls)) for n, (by, cls) in EVERY.items() if by.split()[0] in EDGES and n in SHOWN)
-
-
-@pytest.mark.parametrize("name", first_of(SHOWN_BY_VERIFY, "test_overlap"))
-def test_a_users_machine_shows_the_fault(name: str) -> None:
-    caught_by, cls = SHOWN_BY_VERIFY[name]
-
-    def shows(ctx: ParallelContext) -> bool:
-        try:
-            return any(row.wrong for row in edge_rows(ctx, [caught_by.split()[0]]))
-        except RuntimeError:  # in place of a wrong number: a result whose memory cannot be written, say
-            return True
-
-    assert any(run_ranks(Mesh({"tp": 2}), shows, backend=cls))
-
-
-@pytest.mark.slow
-def test_verify_finds_nothing_wrong_at_the_edges_of_what_is_right() -> None:
-    found = run_ranks(Mesh({"tp": 2}), lambda ctx: [row.wrong for row in edge_rows(ctx)], backend=Plain)
-    assert found == [[[]] * len(EDGES)] * 2

@@ -20,7 +20,6 @@ from tpcore.layout.layout import Layout
 from tpcore.layout.mesh import Mesh
 from tpcore.layout.shard import Block, ShardSpec
 from tpcore.runtime.context import ParallelContext
-from tpcore_nxd.parallel_layers import layers
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 FILLS: dict[str, Callable[[Tensor], object]] = {
@@ -137,25 +136,12 @@ def test_layers_take_an_init_method_for_the_weight(ctx: ParallelContext, name: s
         (lambda f: tpcore.ColumnParallelLinear(24, 36, init_method=f), (36, 24)),
         (lambda f: tpcore.RowParallelLinear(24, 36, init_method=f), (36, 24)),
         (lambda f: tpcore.ParallelEmbedding(24, 36, init_method=f), (24, 36)),
-        (lambda f: layers.ParallelEmbedding(24, 36, f), (24, 36)),
     ):
         full, _ = expected(FILLS[name], shape, torch.float32)
         torch.manual_seed(11)
         layer = make(FILLS[name])
         spec = layer.shard_specs["weight"]
         assert torch.equal(layer.weight, spec.shard(full, ctx.coord("tp"), 2))
-
-
-@each_rank(tp=2)
-def test_master_weight_is_the_full_initial_weight_and_costs_no_random_numbers(ctx: ParallelContext) -> None:
-    torch.manual_seed(5)
-    plain, state = nn.Linear(8, 12, dtype=torch.float64), torch.get_rng_state()
-    for make in (layers.ColumnParallelLinear, layers.RowParallelLinear):
-        torch.manual_seed(5)
-        layer = make(8, 12, dtype=torch.float64, keep_master_weight=True)
-        assert torch.equal(layer.master_weight, plain.weight)
-        assert torch.equal(torch.get_rng_state(), state)
-        assert set(layer.state_dict()) == {"weight", "bias"}
 
 
 @each_rank(tp=2)

@@ -1,110 +1,55 @@
-"""Initial values of one's own: the shards of what the function does to the unsharded model, at every degree."""
+"""Initial values by a function for whole modules: each rank gets its part of what the function does to the whole."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from helpers import hf
-from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from helpers.worlds import each_rank
+from torch import nn
 
 import tpcore
-from tpcore import Mesh
-from tpcore.testing import run_ranks
-
-SIZES = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-MODELS: dict[str, Callable[[], Any]] = {
-    "llama, tied": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, intermediate_size=64, tie_word_embeddings=True)),
-    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**SIZES, intermediate_size=64, num_local_experts=4)),
-    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=99, n_embd=32, n_layer=2, n_head=4)),
-}
 
 
-def by_kind(module: nn.Module) -> None:
-    """By the kind of module, by what it has, and by what its values were."""
+def fill(module: nn.Module) -> None:
+    """By the kind of module and by the sizes of the whole."""
     if isinstance(module, nn.Linear):
-        nn.init.trunc_normal_(module.weight, std=0.02 / module.in_features**0.5)
-        if module.bias is not None:
-            module.bias.data.uniform_(-0.1, 0.1)
+        nn.init.trunc_normal_(module.weight, std=1 / module.in_features)
+        module.bias.data.uniform_(-0.1, 0.1)
     elif isinstance(module, nn.Embedding):
-        module.weight.data.normal_(0.0, 0.02)
+        module.weight.data.normal_()
         module.weight.data[7] = 0.0
-    elif type(module).__name__ == "Conv1D":
-        nn.init.orthogonal_(module.weight)
-        module.weight.data[:, : module.nf // 2] *= 0.5  # type: ignore[operator, index]
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("mesh", [{"tp": 1}, {"tp": 2}, {"dp": 2, "tp": 2}], ids=str)
-def test_values_are_those_of_apply(name: str, mesh: dict[str, int]) -> None:
-    torch.manual_seed(0)
-    model = MODELS[name]()
-    whole = copy.deepcopy(model)
-    torch.manual_seed(5)
-    whole.apply(by_kind)
-    after = torch.rand(3)
-
-    def rank(ctx: tpcore.ParallelContext) -> None:
-        mine = tpcore.parallelize(copy.deepcopy(model))
-        tpcore.random.manual_seed(5)
-        assert tpcore.init_weights(mine, by_kind) is mine
-        assert torch.equal(torch.rand(3), after)
-        want: dict[str, Tensor] = dict(whole.named_parameters())
-        for key, p in mine.named_parameters():
-            assert torch.equal(p, hf.part(want[key].detach(), p)), key
-
-    run_ranks(Mesh(mesh), rank)
+def made(embedding: Any, column: Any, row: Any) -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(embedding(12, 8), column(8, 12), nn.LayerNorm(12), row(12, 8))
 
 
-@pytest.mark.parametrize("name", ["llama, tied", "mixtral"])
-def test_a_model_on_meta_gets_transformers_own_values(name: str) -> None:
-    def made(shard: Callable[[Any], Any]) -> Any:
-        with torch.device("meta"):
-            model = shard(MODELS[name]())
-        model.to_empty(device="cpu")
-        torch.manual_seed(5)
-        model.init_weights()
-        return model
-
-    whole = made(lambda model: model)
-
-    def rank(ctx: tpcore.ParallelContext) -> None:
-        mine = made(tpcore.parallelize)
-        for key, p in whole.named_parameters():
-            assert torch.equal(mine.get_parameter(key), hf.part(p.detach(), mine.get_parameter(key))), key
-
-    run_ranks(Mesh({"tp": 2}), rank)
-
-
-def test_layers_made_without_a_plain_module_and_hooks() -> None:
-    def make(kind: Any, **options: Any) -> nn.Module:
-        torch.manual_seed(1)
-        return nn.Sequential(kind(8, 12, **options), nn.LayerNorm(12))
-
-    whole = make(nn.Linear)
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@each_rank(tp="tp")
+def test_values_are_those_of_apply_and_hooks_stay(ctx: tpcore.ParallelContext, tp: int) -> None:
+    whole = made(nn.Embedding, nn.Linear, nn.Linear)
+    mine: Any = made(tpcore.ParallelEmbedding, tpcore.ColumnParallelLinear, tpcore.RowParallelLinear)
+    seen = list[tuple[int, ...]]()
+    mine[1].register_forward_hook(lambda module, args, output: seen.append(tuple(output.shape)))
     torch.manual_seed(2)
-    whole.apply(by_kind)
+    whole.apply(fill)
+    after = torch.rand(3)
+    torch.manual_seed(2)
+    assert tpcore.init_weights(mine, fill) is mine
+    assert torch.equal(torch.rand(3), after)
+    for name, p in mine.named_parameters():
+        layer, _, key = name.rpartition(".")
+        part_of = getattr(mine.get_submodule(layer), "part_of", lambda key, p: p)
+        assert torch.equal(p, part_of(key, whole.get_parameter(name))), name
+    mine[1](torch.ones(1, 8))
+    assert seen == [(1, 12)]
 
-    def rank(ctx: tpcore.ParallelContext) -> None:
-        mine, seen = make(tpcore.ColumnParallelLinear, gather_output=False), list[tuple[int, ...]]()
-        mine[0].register_forward_hook(lambda module, args, output: seen.append(tuple(output.shape)))
-        torch.manual_seed(2)
-        tpcore.init_weights(mine, by_kind)
-        assert torch.equal(mine[0].weight, hf.part(whole[0].weight.detach(), mine[0].weight))  # type: ignore[arg-type]
-        mine[0](torch.ones(1, 8))
-        assert seen == [(1, 12 // ctx.comm("tp").size)]
 
-    run_ranks(Mesh({"tp": 4}), rank)
-
-
-def test_a_model_on_stages_is_refused() -> None:
-    def rank(ctx: tpcore.ParallelContext) -> None:
-        model = tpcore.parallelize(MODELS["mixtral"](), num_microbatches=2)
-        with pytest.raises(ValueError, match=r"on one of pp=2 stages.*call model.apply\(fn\) on the whole"):
-            tpcore.init_weights(model, by_kind)
-
-    run_ranks(Mesh({"pp": 2, "tp": 2}), rank)
+@each_rank(pp=2, tp=2)
+def test_a_model_on_stages_is_refused(ctx: tpcore.ParallelContext) -> None:
+    layers = [tpcore.ColumnParallelLinear(8, 8) for _ in range(2)]
+    with pytest.raises(ValueError, match=r"on one of pp=2 stages.*call model.apply\(fn\) on the whole"):
+        tpcore.init_weights(tpcore.PipelinedLayers(layers, 2), fill)

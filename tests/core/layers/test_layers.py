@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.counting import counted
 from helpers.worlds import by_call, each_rank
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers.pytorch_utils import Conv1D
 
 import tpcore
 from tpcore import ParallelContext
@@ -103,28 +103,27 @@ class Llama(nn.Module):
 def test_all_reduces_of_two_llama_blocks(shared: bool, wanted: int) -> None:
     """Forward 2 a block, backward 5 or 2; the embedding's sum and the head's input gradient come on top."""
 
-    def build() -> Any:
+    def step(ctx: ParallelContext) -> None:
         head = tpcore.ColumnParallelLinear(WIDTH, 16, bias=False, gather_output=False)
         model = nn.Sequential(tpcore.ParallelEmbedding(16, WIDTH), Llama(shared), Llama(shared), head)
-        ids = torch.zeros(2, 4, dtype=torch.long)
-        return model, lambda m: m(ids).square().sum()
+        model(torch.zeros(2, 4, dtype=torch.long)).square().sum().backward()
+        tpcore.reduce_gradients(model)
 
-    found = tpcore.explain(build, tp=2, max_norm=None)
-    assert Counter(c.op for c in found.program(0).collectives) == {"all_reduce sum": wanted}
+    _, calls = counted(tpcore.Mesh({"tp": 2}), step)
+    assert [Counter(c.op for c in of_rank) for of_rank in calls] == [{"all_reduce sum": wanted}] * 2
 
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_collectives_of_qkv_with_replicated_heads(fused: bool) -> None:
     """Backward: the input's gradient over tp, the weights of k and v over the two ranks of a head."""
 
-    def build() -> Any:
+    def step(ctx: ParallelContext) -> None:
         layer = tpcore.ParallelQKV(WIDTH, HEADS, 2, fused=fused)
-        x = torch.randn(2, 4, WIDTH).requires_grad_()
-        return layer, lambda m: torch.cat(m(x), -1).square().sum()
+        torch.cat(layer(torch.randn(2, 4, WIDTH).requires_grad_()), -1).square().sum().backward()
+        tpcore.reduce_gradients(layer)
 
-    found = tpcore.explain(build, tp=4, max_norm=None)
-    assert found.disagreement is None
-    assert Counter(c.size for c in found.program(0).collectives) == {4: 1, 2: 1 if fused else 2}
+    _, calls = counted(tpcore.Mesh({"tp": 4}), step)
+    assert [Counter(c.size for c in of_rank) for of_rank in calls] == [{4: 1, 2: 1 if fused else 2}] * 4
 
 
 @each_rank(tp=2)
@@ -138,6 +137,14 @@ def test_what_cannot_be_shared(ctx: ParallelContext) -> None:
 
 
 # -- from a plain module ----------------------------------------------------------------------------------
+class Conv1D(nn.Module):
+    """As GPT-2's in transformers: a linear layer whose weight is [inputs, outputs]."""
+
+    def __init__(self, nf: int, nx: int) -> None:
+        super().__init__()
+        self.nf, self.weight, self.bias = nf, nn.Parameter(torch.ones(nx, nf)), nn.Parameter(torch.zeros(nf))
+
+
 PAIRS: dict[str, tuple[Callable[[], Any], Callable[..., Any]]] = {
     "column": (lambda: nn.Linear(8, 8), tpcore.ColumnParallelLinear.from_plain),
     "row": (lambda: nn.Linear(8, 8), tpcore.RowParallelLinear.from_plain),

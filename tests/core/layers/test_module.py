@@ -19,7 +19,6 @@ import tpcore
 from tpcore.layers.sharding import sharding
 from tpcore.layout.shard import ShardSpec
 from tpcore.runtime.context import ParallelContext
-from tpcore_nxd.parallel_layers import layers
 
 
 @each_rank(dp=1, tp=2)
@@ -55,13 +54,8 @@ def test_specs_of_a_model_cover_its_state(ctx: ParallelContext) -> None:
 
 
 @each_rank(dp=1, tp=2)
-def test_marks_that_other_libraries_scripts_read(ctx: ParallelContext) -> None:
-    layer = layers.ColumnParallelLinear(4, 8, stride=2)
-    weight = layer.weight
-    marks = (weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride, weight.num_partitions)
-    assert marks == (True, 0, 2, 2)
-    bias = layers.RowParallelLinear(4, 8).bias
-    assert (bias.tensor_model_parallel, bias.partition_dim, bias.num_partitions) == (False, -1, 1)
+def test_marks_stay_on_a_state_a_copy_and_another_dtype(ctx: ParallelContext) -> None:
+    layer = tpcore.ColumnParallelLinear(4, 8, blocks=2)
     for tensor in (layer.state_dict()["weight"], copy.deepcopy(layer).weight, layer.double().weight):
         found = sharding(tensor)
         assert found is not None
@@ -201,14 +195,8 @@ layout.divide(7, 2, "heads")
     heads=7 is not divisible by 2
 ParallelEmbedding(8, 4, 8)
     padding_idx=8 is outside a vocabulary of 8
-layers.ParallelEmbedding(8, 4, collect_output=False, sequence_parallel_enabled=True)
-    collect_output=False leaves the sum to the caller
-layers.ColumnParallelLinear(4, 8, sequence_dimension=1)
-    sequence_dimension=1 without sequence_parallel_enabled=True
 RowParallelLinear(4, 8, sequence_dim=0)
     RowParallelLinear\(sequence_dim=0\) needs input_is_parallel=True
-layers.RowParallelLinear(4, 8, reduce_output=False)
-    reduce_output=False, bias=True, .* once per rank
 ParallelEmbedding(8, 4)(torch.tensor([0, 8]))
     ParallelEmbedding: ids from 0 to 8 do not fit a vocabulary of 8
 ParallelEmbedding(8, 4)(torch.tensor([-1]))
@@ -236,7 +224,7 @@ ColumnParallelLinear(4, 8)(torch.zeros(2, 2))
 def test_refused_on_every_rank_with_the_values_and_the_remedy(ctx: ParallelContext, call: str) -> None:
     error = IndexError if "ids from" in REFUSED[call] else ValueError
     with pytest.raises(error, match=REFUSED[call]):
-        eval(call, {**vars(tpcore), "torch": torch, "layers": layers})
+        eval(call, {**vars(tpcore), "torch": torch})
 
 
 @each_rank(dp=1, tp=2)

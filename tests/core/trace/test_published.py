@@ -20,16 +20,16 @@ from models import Encoder, batch
 from torch import nn
 
 import tpcore
-import tpcore_nxd as neuronx_distributed
+from tpcore import trace
 from tpcore.backend.registry import backend_class
 from tpcore.errors import BackendError, PeerLostError
 from tpcore.processes.transfer import RankTraceback
 
 pytestmark = pytest.mark.usefixtures("default_checks")
-trace = neuronx_distributed.trace
 
 SCRIPT = """
-import json, torch, tpcore_nxd as neuronx_distributed
+import json, torch, tpcore
+from tpcore import trace
 from torch import nn
 
 size = 8
@@ -37,7 +37,7 @@ size = 8
 class Head(nn.Module):                       # a class of the script's own, not behind a main guard
     def __init__(self, bias):
         super().__init__()
-        self.layer = neuronx_distributed.parallel_layers.ColumnParallelLinear(size, 4)
+        self.layer = tpcore.ColumnParallelLinear(size, 4)
         self.bias = bias
 
     def forward(self, x):
@@ -50,12 +50,8 @@ def outer(bias):
     return get_model
 
 x = torch.ones(2, size)
-model = neuronx_distributed.trace.parallel_model_trace(
-    outer(3.0), x, tp_degree=2, compiler_args="--model-type=transformer -O1", compiler_workdir="work",
-    inline_weights_to_neff=True,
-)
-neuronx_distributed.trace.parallel_model_save(model, "traced")
-model = neuronx_distributed.trace.parallel_model_load("traced")
+trace.parallel_model_save(trace.parallel_model_trace(outer(3.0), x, tp_degree=2), "traced")
+model = trace.parallel_model_load("traced")
 torch.manual_seed(0)
 plain = nn.Linear(size, 4)
 print(json.dumps([(model(x)[0] - plain(x) - 3.0).abs().max().item(), model.tp_degree]))
@@ -82,8 +78,6 @@ def test_a_script_without_a_main_guard(tmp_path: Path) -> None:
     for rank in (0, 1):
         steps = [line.rpartition(": ")[2] for line in said if f"trace: rank {rank} of 2" in line]
         assert steps == ["building the model", "tracing", "writing weights"]
-    assert len([line for line in said if "has no compiler, and compiler_args" in line]) == 1
-    assert len([line for line in said if "inline_weights_to_neff=True" in line]) == 1
     assert left(tmp_path) == ["script.py", "traced"]
 
 
@@ -147,8 +141,6 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ((X, True), {}, ValueError, "not True"),
         ((X, "2"), {}, ValueError, "not '2'"),
         ((X, 1_000_000), {}, ValueError, r"tp_degree=1000000: this machine can hold \d+ ranks of backend 'cpu"),
-        ((), {}, TypeError, "inputs and example_inputs are two names"),
-        ((X,), {"example_inputs": X}, TypeError, "inputs and example_inputs are two names"),
         (("x",), {}, TypeError, "inputs must be a tensor, a tuple, a list or a dict, not a str"),
         ((X,), {"dynamic_shapes": {}, "bucket_inputs": [X]}, ValueError, "give one"),
         ((X,), {"backend": "nope"}, BackendError, "no backend 'nope' is installed"),
@@ -165,9 +157,3 @@ def test_dynamic_shapes_are_refused_before_any_process_starts(monkeypatch: pytes
     monkeypatch.setattr("tpcore.trace.api.launch", lambda *_, **__: pytest.fail("started"))
     with pytest.raises(BackendError, match=r"'cpu_gloo' has programs of fixed sizes only.*bucket_inputs"):
         trace.parallel_model_trace(nn.Identity, X, 1, backend="cpu_gloo", dynamic_shapes={"input": {0: "n"}})
-
-
-def test_loading_takes_one_directory() -> None:
-    for options in ({}, {"load_dir": "a", "model_dir": "b"}):
-        with pytest.raises(TypeError, match="load_dir and model_dir are two names"):
-            trace.parallel_model_load(**options)

@@ -25,7 +25,7 @@ from helpers import programs as forked
 from helpers.tiers import tiers
 from models import VOCABULARY, Encoder, batch, differences, error_of
 
-import tpcore_nxd
+import tpcore
 from tpcore.errors import BackendError, CheckpointError, PeerLostError
 from tpcore.layout.mesh import Mesh
 from tpcore.settings import HUGE_PAGES, changed
@@ -140,7 +140,7 @@ def test_what_a_caller_does_wrong_changes_nothing(
 
 def _save_at_4(folder: Path) -> None:
     def save(ctx: Any) -> None:
-        tpcore_nxd.parallel_layers.save(Encoder(True, seed=3).state_dict(), folder)
+        tpcore.checkpoint.save(Encoder(True, seed=3).state_dict(), folder)
 
     run_ranks(Mesh({"tp": 4}), save)
 
@@ -249,7 +249,7 @@ def test_interrupted_between_two_ranks(artifact: Path, monkeypatch: pytest.Monke
 
 SCRIPT = """
 import json, os, signal, sys
-sys.modules["transformers"] = sys.modules["models"] = None   # neither can be imported
+sys.modules["models"] = None   # cannot be imported
 import torch, tpcore
 from tpcore.trace import parallel_model_load
 model = parallel_model_load(sys.argv[1])

@@ -11,7 +11,6 @@ import torch
 from helpers.worlds import each_rank
 from test_zero import Mixes
 from torch import Tensor, nn
-from transformers.optimization import Adafactor
 
 import tpcore
 from tpcore import ParallelContext
@@ -34,7 +33,6 @@ class Closures(torch.optim.SGD):
 
 MIXING: dict[str, Make] = {
     "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.1),
-    "transformers' Adafactor": Adafactor,
     "Muon": torch.optim.Muon,
     "LBFGS": torch.optim.LBFGS,
     "LAMB": lambda p: LAMB(p, lr=0.1),

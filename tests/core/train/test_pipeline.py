@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.checkpoints import values
 from helpers.pipelines import (
     ENGINES,
     WIDTH,
@@ -28,7 +29,6 @@ from helpers.pipelines import (
 )
 from helpers.tiers import tiers
 from helpers.worlds import each_rank
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import tpcore
@@ -40,7 +40,6 @@ from tpcore.runtime.context import ParallelContext, use
 from tpcore.testing import run_ranks
 from tpcore.train.pipeline.model import Lockstep
 from tpcore.train.pipeline.schedule import Schedule
-from tpcore_convert.rewrite import consolidate
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}  # float64 through a few layers
 
@@ -115,7 +114,7 @@ def written_by_others(full: dict[str, Tensor], stages: int, path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:.*is a pickle.*:UserWarning")  # before torch 2.10
 @pytest.mark.parametrize("stages_of_others", [None, 1, 4])
 def test_a_checkpoint_opens_on_any_mesh(tmp_path: Path, stages_of_others: int | None) -> None:
-    """Plain modules' parameters too; ours as one file for the plain model as well."""
+    """Plain modules' parameters too; ours whole as well."""
     tied = stages_of_others is None
     full = {name: value + 1 for name, value in plain(4, tied=tied).state_dict().items()}  # biases too are not 0
 
@@ -142,8 +141,7 @@ def test_a_checkpoint_opens_on_any_mesh(tmp_path: Path, stages_of_others: int | 
         written_by_others(full, stages_of_others, tmp_path / "c")
     else:
         run_ranks(mesh(2, 2), write)
-        consolidate(tmp_path / "c", tmp_path / "whole")
-        whole = load_file(tmp_path / "whole" / "model.safetensors")
+        whole = values(tmp_path / "c")
         assert {*whole, "embed.weight", "head.weight"} == {*full}
         assert all(torch.equal(value, full[name]) for name, value in whole.items())
     for pp, tp in ((1, 1), (2, 2), (4, 1), (2, 1), (1, 2)):
@@ -427,31 +425,6 @@ def test_a_scaled_step_is_the_unscaled_one(cut_state: bool) -> None:
         assert losses[2::3].index(float("inf")) == 2
         assert all(torch.equal(value, state[name]) for name, value in scaled_state.items())
         assert scales == [1, 1, 0.5, 0.5, 0.5, 1]
-
-
-# -- before a launch --------------------------------------------------------------------------------------
-def test_explain_tells_what_each_stage_costs() -> None:
-    class Tower(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = tpcore.PipelinedLayers([nn.Linear(8, 8) for _ in range(6)], 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.layers:
-                x = layer(x)
-            return x
-
-    found = tpcore.explain(lambda: (Tower(), torch.zeros(8, 8)), pp=3)
-    assert found.disagreement is None
-    unit = 2 * 8 * 4  # bytes of a microbatch
-    for stage, (ranks, program) in enumerate(found.programs):
-        assert ranks == (stage,)
-        (cost,) = program.pipelines
-        assert cost.layers == (str(2 * stage), str(2 * stage + 1))
-        assert (cost.stage, cost.bubble, cost.input_bytes) == (stage, 2 / 6, unit)
-        assert (cost.kept, cost.kept_lockstep) == (6 * unit, 5 * unit)
-        moved = [c.sent for c in program.collectives if c.op.startswith("permute")]
-        assert cost.sent == sum(moved) == 10 * unit
 
 
 # -- stages that are given different batches -----------------------------------------------------------------

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import hf
+from helpers import counting, hf
 from helpers.places import ROOT
 from helpers.tiers import tiers
 from test_mistakes import GIVEN
 from test_mistakes import Model as Mistaken
+from test_new_primitive import run_with_a_new_primitive
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -28,8 +29,7 @@ import tpcore_explain.explain
 from tpcore import ColumnParallelLinear, Mesh, ParallelEmbedding, RowParallelLinear
 from tpcore.cli.app import app
 from tpcore.comm import mappings as ops
-from tpcore.testing import ThreadBackend, run_ranks
-from tpcore.testing.threads import ThreadTransport
+from tpcore.testing import run_ranks
 from tpcore_explain import target
 from tpcore_explain.modules import pattern
 from tpcore_explain.summary import kinds, size
@@ -107,16 +107,6 @@ def seen_in_threads(
 ) -> list[tuple[list[Any], list[tuple[Any, ...]]]]:
     """Per rank: the collectives of a real step, and (name, bytes of parameter, gradient, state)."""
     mesh = Mesh({"pp": 1, "dp": dp, "tp": tp})
-    logs: dict[int, list[Any]] = {r: [] for r in range(mesh.size)}
-
-    class Spy(ThreadTransport):
-        def exchange(self, op: str, x: Tensor) -> list[Tensor]:
-            logs[self._rank].append((self.group.axes, op, tuple(x.shape), str(x.dtype).removeprefix("torch.")))
-            return super().exchange(op, x)
-
-    class Spied(ThreadBackend):
-        def connect(self, group: Any, rank: int) -> ThreadTransport:
-            return Spy(group, rank, self._world)
 
     def step(ctx: tpcore.ParallelContext) -> list[tuple[Any, ...]]:
         model, inputs = build()
@@ -135,8 +125,8 @@ def seen_in_threads(
             for n, p in model.named_parameters()
         ]
 
-    held = run_ranks(mesh, step, backend=Spied)
-    return [(logs[r], held[r]) for r in range(mesh.size)]
+    held, calls = counting.counted(mesh, step)
+    return [([(c.axes, c.op, c.shape, c.dtype) for c in calls[r]], held[r]) for r in range(mesh.size)]
 
 
 def assert_told(found: tpcore_explain.explain.Explanation, seen: list[tuple[list[Any], list[Any]]]) -> None:
@@ -631,3 +621,49 @@ def test_a_sharded_model_is_shown_parameter_by_parameter() -> None:
     assert words["model.embed_tokens.weight"].endswith("dim 0 over tp, padded")
     assert words["model.norm.weight"].endswith("whole: of full features, every rank the same")
     assert sum(row.full_nbytes for row in found.rows) == whole
+
+
+NEW_PRIMITIVE = """
+import torch, tpcore
+from torch import nn
+
+class Reversing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tp, self.weight = tpcore.current().comm("tp"), nn.Parameter(torch.ones(2, 3))
+
+    def forward(self, x):
+        return self.tp.reverse(x) * self.weight
+
+(_, program), *_ = tpcore.explain(lambda: (Reversing(), torch.ones(2, 3)), tp=2).programs
+(call,) = [c for c in program.collectives if c.op == "reverse"]
+assert call.sent == call.nbytes == 24
+"""
+
+
+def test_a_new_primitive_is_told_by_its_entry_of_the_table(tmp_path: Path) -> None:
+    run_with_a_new_primitive(tmp_path, NEW_PRIMITIVE)
+
+
+def test_explain_tells_what_each_stage_costs() -> None:
+    class Tower(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = tpcore.PipelinedLayers([nn.Linear(8, 8) for _ in range(6)], 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    found = tpcore.explain(lambda: (Tower(), torch.zeros(8, 8)), pp=3)
+    assert found.disagreement is None
+    unit = 2 * 8 * 4  # bytes of a microbatch
+    for stage, (ranks, program) in enumerate(found.programs):
+        assert ranks == (stage,)
+        (cost,) = program.pipelines
+        assert cost.layers == (str(2 * stage), str(2 * stage + 1))
+        assert (cost.stage, cost.bubble, cost.input_bytes) == (stage, 2 / 6, unit)
+        assert (cost.kept, cost.kept_lockstep) == (6 * unit, 5 * unit)
+        moved = [c.sent for c in program.collectives if c.op.startswith("permute")]
+        assert cost.sent == sum(moved) == 10 * unit

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.worlds import each_rank
+from helpers.worlds import by_call, each_rank
 from torch import Tensor, nn
 
 import tpcore
@@ -93,6 +93,10 @@ def test_attributes_that_scripts_read(ctx: ParallelContext) -> None:
     assert (column.dtype, row.dtype) == (torch.bfloat16, torch.float32)
     assert (column.arg_init_method, row.arg_init_method) == (init, None)
     assert column.tensor_parallel_group is tpcore_nxd.parallel_state.get_tensor_model_parallel_group()
+    weight, bias = layers.ColumnParallelLinear(4, 8, stride=2).weight, layers.RowParallelLinear(4, 8).bias
+    marks = (weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride, weight.num_partitions)
+    assert marks == (True, 0, 2, 2)
+    assert (bias.tensor_model_parallel, bias.partition_dim, bias.num_partitions) == (False, -1, 1)
     table = layers.ParallelEmbedding(10, 6)
     rank = ctx.coord("tp")
     assert (table.num_embeddings_per_partition, table.start_index, table.end_index) == (5, 5 * rank, 5 * rank + 5)
@@ -114,6 +118,45 @@ def test_a_module_made_on_meta_is_filled_as_the_constructor_fills_it(ctx: Parall
         for a, b in zip(want.parameters(), late.parameters(), strict=True):
             assert torch.equal(a, b)
             assert b.tensor_model_parallel == a.tensor_model_parallel
+
+
+@each_rank(dp=1, tp=2)
+def test_master_weight_is_the_full_initial_weight_and_costs_no_random_numbers(ctx: ParallelContext) -> None:
+    torch.manual_seed(5)
+    plain, state = nn.Linear(8, 12, dtype=torch.float64), torch.get_rng_state()
+    for make in (layers.ColumnParallelLinear, layers.RowParallelLinear):
+        torch.manual_seed(5)
+        layer = make(8, 12, dtype=torch.float64, keep_master_weight=True)
+        assert torch.equal(layer.master_weight, plain.weight)
+        assert torch.equal(torch.get_rng_state(), state)
+        assert set(layer.state_dict()) == {"weight", "bias"}
+
+
+@each_rank(dp=1, tp=2)
+def test_a_partial_output_is_summed_by_the_caller(ctx: ParallelContext) -> None:
+    partial_sum = layers.RowParallelLinear(8, 8, bias=False, input_is_parallel=True, reduce_output=False)
+    whole = tpcore.RowParallelLinear(8, 8, bias=False, input_is_parallel=True)
+    whole.load_state_dict(partial_sum.state_dict())
+    mine = torch.randn(4, 4)
+    summed = mappings.reduce_from_tensor_model_parallel_region(partial_sum(mine))
+    assert torch.equal(summed, whole(mine))
+
+
+REFUSED = by_call(r"""
+ParallelEmbedding(8, 4, collect_output=False, sequence_parallel_enabled=True)
+    collect_output=False leaves the sum to the caller
+ColumnParallelLinear(4, 8, sequence_dimension=1)
+    sequence_dimension=1 without sequence_parallel_enabled=True
+RowParallelLinear(4, 8, reduce_output=False)
+    reduce_output=False, bias=True, .* once per rank
+""")
+
+
+@pytest.mark.parametrize("call", REFUSED)
+@each_rank(dp=1, tp=2)
+def test_refused_with_the_values_and_the_remedy(ctx: ParallelContext, call: str) -> None:
+    with pytest.raises(ValueError, match=REFUSED[call]):
+        eval(call, vars(layers))
 
 
 @each_rank(dp=1, tp=2)

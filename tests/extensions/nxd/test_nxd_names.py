@@ -272,6 +272,21 @@ def test_documented_calls_of_save_and_load(ctx: ParallelContext, tmp_path: Path)
         assert {"tp_rank_0", "tp_rank_1"} <= set(os.listdir(directory))
 
 
+@each_rank(tp=1)
+def test_arguments_that_would_be_ignored(ctx: ParallelContext, tmp_path: Path) -> None:
+    for bad in ({"save_xser": True}, {"keep_last": 0}, {"async_save": True, "save_serially": True}):
+        with pytest.raises(ValueError, match=next(iter(bad))):
+            pl.save({}, tmp_path / "c", **bad)
+    for bad in ({"master_dp_only": False}, {"weights_only": False}, {"sharded": False}):
+        with pytest.raises(ValueError, match=next(iter(bad))):
+            pl.load(tmp_path / "c", **bad)
+    with pytest.raises(TypeError, match="both"):
+        pl.save({}, tmp_path / "c", output_dir=tmp_path / "c")
+    with pytest.raises(TypeError, match="neither"):
+        pl.load()
+    assert os.listdir(tmp_path) == []
+
+
 # -- mappings: those of tpcore.comm.mappings, whose values and gradients test_ops.py compares with torch ---------------
 Case = tuple[str, dict[str, Any], Callable[..., Tensor], int]  # the name there, its function and dim here
 CASES: list[Case] = [

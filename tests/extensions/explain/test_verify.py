@@ -1,0 +1,49 @@
+"""``tpcore verify`` in this process: backends that cannot run, and faults that it shows on a user's machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from faults import Faults, Plain, first_of
+from test_mutants import EVERY, SHOWN
+from typer.testing import CliRunner
+
+from tpcore import Mesh, ParallelContext
+from tpcore.cli.app import app
+from tpcore.testing import run_ranks
+from tpcore_explain.verify.report import EDGES, edge_rows
+
+
+@pytest.mark.parametrize("name", ["nope", "neuron"])
+def test_verifying_a_backend_that_cannot_run_starts_nothing(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = CliRunner().invoke(app, ["verify", "--backend", name])
+    assert found.exit_code == 2
+    assert found.output.startswith("tpcore verify: ")
+    assert "Traceback" not in found.output
+    assert not list(tmp_path.iterdir())
+
+
+SHOWN_BY_VERIFY = Faults((n, (by, cls)) for n, (by, cls) in EVERY.items() if by.split()[0] in EDGES and n in SHOWN)
+
+
+@pytest.mark.parametrize("name", first_of(SHOWN_BY_VERIFY, "test_overlap"))
+def test_a_users_machine_shows_the_fault(name: str) -> None:
+    caught_by, cls = SHOWN_BY_VERIFY[name]
+
+    def shows(ctx: ParallelContext) -> bool:
+        try:
+            return any(row.wrong for row in edge_rows(ctx, [caught_by.split()[0]]))
+        except RuntimeError:  # in place of a wrong number: a result whose memory cannot be written, say
+            return True
+
+    assert any(run_ranks(Mesh({"tp": 2}), shows, backend=cls))
+
+
+@pytest.mark.slow
+def test_verify_finds_nothing_wrong_at_the_edges_of_what_is_right() -> None:
+    found = run_ranks(Mesh({"tp": 2}), lambda ctx: [row.wrong for row in edge_rows(ctx)], backend=Plain)
+    assert found == [[[]] * len(EDGES)] * 2

@@ -1,0 +1,80 @@
+"""Initial values of one's own: the shards of what the function does to the unsharded model, at every degree."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers import hf
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+
+import tpcore
+from tpcore import Mesh
+from tpcore.testing import run_ranks
+
+SIZES = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+MODELS: dict[str, Callable[[], Any]] = {
+    "llama, tied": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, intermediate_size=64, tie_word_embeddings=True)),
+    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**SIZES, intermediate_size=64, num_local_experts=4)),
+    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=99, n_embd=32, n_layer=2, n_head=4)),
+}
+
+
+def by_kind(module: nn.Module) -> None:
+    """By the kind of module, by what it has, and by what its values were."""
+    if isinstance(module, nn.Linear):
+        nn.init.trunc_normal_(module.weight, std=0.02 / module.in_features**0.5)
+        if module.bias is not None:
+            module.bias.data.uniform_(-0.1, 0.1)
+    elif isinstance(module, nn.Embedding):
+        module.weight.data.normal_(0.0, 0.02)
+        module.weight.data[7] = 0.0
+    elif type(module).__name__ == "Conv1D":
+        nn.init.orthogonal_(module.weight)
+        module.weight.data[:, : module.nf // 2] *= 0.5  # type: ignore[operator, index]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("mesh", [{"tp": 1}, {"tp": 2}, {"dp": 2, "tp": 2}], ids=str)
+def test_values_are_those_of_apply(name: str, mesh: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    whole = copy.deepcopy(model)
+    torch.manual_seed(5)
+    whole.apply(by_kind)
+    after = torch.rand(3)
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        mine = tpcore.parallelize(copy.deepcopy(model))
+        tpcore.random.manual_seed(5)
+        assert tpcore.init_weights(mine, by_kind) is mine
+        assert torch.equal(torch.rand(3), after)
+        want: dict[str, Tensor] = dict(whole.named_parameters())
+        for key, p in mine.named_parameters():
+            assert torch.equal(p, hf.part(want[key].detach(), p)), key
+
+    run_ranks(Mesh(mesh), rank)
+
+
+@pytest.mark.parametrize("name", ["llama, tied", "mixtral"])
+def test_a_model_on_meta_gets_transformers_own_values(name: str) -> None:
+    def made(shard: Callable[[Any], Any]) -> Any:
+        with torch.device("meta"):
+            model = shard(MODELS[name]())
+        model.to_empty(device="cpu")
+        torch.manual_seed(5)
+        model.init_weights()
+        return model
+
+    whole = made(lambda model: model)
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        mine = made(tpcore.parallelize)
+        for key, p in whole.named_parameters():
+            assert torch.equal(mine.get_parameter(key), hf.part(p.detach(), mine.get_parameter(key))), key
+
+    run_ranks(Mesh({"tp": 2}), rank)

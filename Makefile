@@ -30,7 +30,7 @@ XLA_CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/tpcore/xla-$(XLA_KEY)
 XLA_PROJECT := $(XLA_VENV)/.project-$(XLA_KEY)-$(subst $(VENV)/.project-,,$(PROJECT))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-xla demo demo-llama demo-lora test test-all test-slow beside test-oldest test-newest test-xla drills lint types \
+.PHONY: help venv venv-xla demo demo-llama demo-lora test test-all test-slow beside test-core test-oldest test-newest test-xla drills lint types \
     docs bench correctness lock lock-newest clean
 
 help:  ## this list
@@ -60,9 +60,9 @@ test: venv  ## every law and error once, and the style: 10 to 12 minutes on 2 co
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not slow and not drill"
 
-test-all:  ## what make test leaves out: full products, mutants, hosts, XLA replicas, the oldest and newest of other libraries, types, pages
+test-all:  ## what make test leaves out: full products, mutants, hosts, XLA replicas, the core alone, the oldest and newest of other libraries, types, pages
 	@$(MAKE) --no-print-directory --jobs=2 test-slow beside
-	@$(MAKE) --no-print-directory test-oldest test-newest
+	@$(MAKE) --no-print-directory test-core test-oldest test-newest
 	@$(MAKE) --no-print-directory test-xla
 
 test-slow: venv
@@ -70,7 +70,7 @@ test-slow: venv
 
 # While tests wait, for processes and time-outs, what the next steps need is installed, and the static checks run.
 beside: venv
-	@nice $(MAKE) --no-print-directory $(DOCS_DONE) $(OLDEST_AT)/.done $(NEWEST_PROJECT) venv-xla
+	@nice $(MAKE) --no-print-directory $(DOCS_DONE) $(CORE_DONE) $(OLDEST_AT)/.done $(NEWEST_PROJECT) venv-xla
 	@nice $(MAKE) --no-print-directory types docs
 
 drills: venv venv-xla  ## hours of faults, kills, damaged files, and all dtypes everywhere
@@ -97,6 +97,28 @@ NEWEST_PROJECT := $(NEWEST_VENV)/.project-$(firstword $(shell cat $(LOCK) $(NEWE
 # All tests of files that name one of them, by itself or by a helper, and TRL's and torchao's, which are not in .venv.
 NEWEST_TESTS = $(shell grep -lrE '\<($(subst $() ,|,$(filter-out pytest,$(NEWEST)))|hf|families|pytester)\>' tests --include='test_*.py' \
     | grep -v -e tests/xla -e test_trl)
+
+# The core alone: a tree without extensions, in an environment without what they are for.
+CORE_VENV := .venv-core
+CORE_DONE = $(CORE_VENV)/.lock-$(VERSION)-$(firstword $(shell cksum < $(LOCK)))
+CORE_TREE := $(CORE_VENV)/tree
+
+test-core: $(CORE_DONE)  ## the core's quick tests in a tree without extensions/, where transformers is not installed
+	@rm -rf $(CORE_TREE) && mkdir $(CORE_TREE)
+	@tar -c --exclude='./.*' --exclude=__pycache__ --exclude=./extensions --exclude=./tests/extensions . | tar -x -C $(CORE_TREE)
+	@sed -i -e '/^\[project.entry-points."tpcore.extensions"\]/,/^$$/d' -e 's/"extensions\/[^"]*",\{0,1\}//g' \
+	    $(CORE_TREE)/pyproject.toml
+	$(CORE_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation \
+	    --editable $(CORE_TREE)
+	cd $(CORE_TREE) && $(CURDIR)/$(CORE_VENV)/bin/python -m pytest $(PYTEST_ARGS) -m "not slow and not drill" \
+	    tests/core tests/backends
+
+$(CORE_DONE): $(LOCK)
+	$(PYTHON) -m venv --clear $(CORE_VENV)
+	$(CORE_VENV)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check $(PIP_ARGS) --constraint $(LOCK) \
+	    torch pluggy safetensors numpy cloudpickle typer rich psutil \
+	    pytest pytest-xdist pytest-timeout hypothesis hatchling
+	@touch $@
 
 test-newest: $(NEWEST_PROJECT)  ## quick tests with the newest transformers, peft, trl, fastapi ... of lock-newest.txt
 	@$(NEWEST_VENV)/bin/python -c 'import sys; from importlib.metadata import version; \
@@ -162,7 +184,7 @@ lock-newest: venv  ## ask the index for the newest releases that pyproject.toml 
 	@rm $(NEWEST_LOCK).json && mv $(NEWEST_LOCK).new $(NEWEST_LOCK)
 
 clean:  ## remove the environment and everything built
-	rm -rf $(VENV) $(XLA_VENV) $(DOCS_VENV) $(NEWEST_VENV) build dist site demo .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(XLA_VENV) $(DOCS_VENV) $(NEWEST_VENV) $(CORE_VENV) build dist site demo .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 venv: $(PROJECT)  ## the environment alone: .venv with the locked versions and tpcore, editable
 

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-from helpers.places import ROOT
+from helpers.places import ROOT, TESTS
+
+from tpcore.backend.extensions import names
 
 FILES = sorted(path for folder in ("tpcore", "backends", "extensions") for path in (ROOT / folder).rglob("*.py"))
 LINES, BODY = 300, 40
@@ -151,6 +153,30 @@ def test_the_core_names_nothing_beside_it_in_an_import_string() -> None:
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.split(".")[0] in beside
     ]
     assert names == []
+
+
+def test_the_cores_tests_import_no_extension() -> None:
+    """Nor what extensions are for; ``make test-core`` runs them where nothing of it is installed."""
+    beside = {*EXTENSIONS, "transformers", "peft", "accelerate", "trl"}
+    rooms = [path for room in ("core", "backends") for path in (TESTS / room).rglob("*.py")]
+    paths, wrong, seen = [TESTS / "conftest.py", *rooms], [], set[str]()
+    for path in paths:  # which grows by the helpers that they use
+        for node in ast.walk(ast.parse(path.read_text())):
+            used: list[str] = []
+            if isinstance(node, ast.Import):
+                used = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                used = [f"{node.module}.{alias.name}" for alias in node.names]
+            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                used = [f"{node.value.id}.{node.attr}"]
+            for name in used:
+                top, part, *_ = [*name.split("."), ""]
+                if top in beside or (top == "tpcore" and part in names()):
+                    wrong.append(f"{path.relative_to(ROOT)}: {name}")
+                if top == "helpers" and (TESTS / top / f"{part}.py").exists() and part not in seen:
+                    seen.add(part)
+                    paths.append(TESTS / top / f"{part}.py")
+    assert wrong == []
 
 
 def test_no_private_name_of_another_module_is_used() -> None:

@@ -6,14 +6,13 @@ Its tensors have shapes and no values. Run with the names of cases; it prints ea
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-import transformers
 from torch import Tensor
 from torch._functorch.config import patch
 from torch._subclasses.fake_tensor import (
@@ -35,7 +34,6 @@ from tpcore.comm.wrapper import TransportWrapper
 from tpcore.layout.mesh import Group, Mesh
 from tpcore.layout.slices import Region
 from tpcore.runtime.context import ParallelContext
-from tpcore_hf.sequence import batch as dealt
 
 DEVICE = "gpu"
 
@@ -145,34 +143,6 @@ def zero(ctx: ParallelContext) -> None:
     trained(model, optimizer, lambda ids: tpcore.parallel_cross_entropy(model(ids), ids).mean())
 
 
-def of_transformers(ctx: ParallelContext, config: Any, **options: Any) -> None:
-    model = moved(
-        ctx,
-        lambda: tpcore.parallelize(
-            transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), **options
-        ),
-    )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
-    trained(model, optimizer, lambda ids: model(input_ids=ids, labels=ids).loss)
-
-
-SIZES: dict[str, Any] = {
-    "vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 16,
-}  # fmt: skip
-
-
-def context(ctx: ParallelContext) -> None:
-    for way in ("gather", "ulysses", "ring"):
-        of_transformers(ctx, transformers.LlamaConfig(**SIZES), context_parallel=way)
-
-
-def experts(ctx: ParallelContext) -> None:
-    config = transformers.MixtralConfig(**SIZES, num_local_experts=4)
-    for options in ({}, {"dispatch": "all_to_all"}):
-        of_transformers(ctx, config, expert_parallel=True, **options)
-
-
 class OnHost:
     """A stored tensor, which is read into host memory."""
 
@@ -230,27 +200,25 @@ CASES: dict[str, Callable[[ParallelContext], None]] = {
     "sequence": partial(layers, sequence_dim=1),
     "zero": zero,
     "saved": saved,
-    "llama": lambda ctx: of_transformers(ctx, transformers.LlamaConfig(**SIZES), sequence_parallel=True),
-    "context": context,
-    "experts": experts,
 }
-MESHES = {"context": {"dp": 1, "cp": 2, "tp": 2}, "experts": {"dp": 1, "ep": 2, "tp": 2}}
+Cases = Mapping[str, Callable[[ParallelContext], None]]
 
 
-def main() -> None:
+def main(cases: Cases = CASES, meshes: Mapping[str, Mapping[str, int]] | None = None) -> None:
     _setup_privateuseone_for_python_backend(DEVICE)
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=) makes a fake one
     torch.__future__.set_overwrite_module_params_on_conversion(True)
     FakeTensorMode.may_turn_const = lambda self, t: False  # type: ignore[method-assign]  it would run them
-    dealt.compare_ranks = lambda *_: None  # type: ignore[assignment]  once in a job, of the first batch's values
-    for name in sys.argv[1:] or CASES:
+    for name in sys.argv[1:] or cases:
         mode = FakeTensorMode()
         with (
             mode,
             patch(fake_tensor_allow_meta=True),
-            tpcore.use(ParallelContext(OnFakeDevice(mode), Mesh(MESHES.get(name, {"dp": 2, "tp": 2})), 0)) as ctx,
+            tpcore.use(
+                ParallelContext(OnFakeDevice(mode), Mesh((meshes or {}).get(name, {"dp": 2, "tp": 2})), 0)
+            ) as ctx,
         ):
-            CASES[name](ctx)
+            cases[name](ctx)
         print(name)  # noqa: T201
 
 

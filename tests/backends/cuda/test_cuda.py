@@ -210,13 +210,10 @@ def test_bad_input_is_an_assertion_in_the_queue(ranks: RankPool, what: str, said
     not hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend"), reason="torch is older"
 )
 def test_no_tensor_is_on_a_wrong_device() -> None:
-    """Layers, ZeRO-1, tokens over ranks, and models of transformers with contexts and experts, on a device that is not
-    the CPU, and of whose values nothing may be read."""
+    """Layers, ZeRO-1 and tokens over ranks, on a device that is not the CPU, whose values nobody may read."""
     script = TESTS / "scripts" / "fake_device.py"
     done = subprocess.run([sys.executable, "-W", "ignore", script], capture_output=True, text=True, check=False)
-    assert done.stdout.split() == ["caught", "layers", "sequence", "zero", "saved", "llama", "context", "experts"], (
-        done.stderr
-    )
+    assert done.stdout.split() == ["caught", "layers", "sequence", "zero", "saved"], done.stderr
 
 
 # -- the job ----------------------------------------------------------------------------------------------

@@ -202,6 +202,16 @@ def test_no_private_name_of_another_module_is_used() -> None:
     assert wrong == []
 
 
+def test_tests_use_no_private_name_but_to_break_it() -> None:
+    wrong = []
+    for path in sorted(TESTS.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tpcore"):
+                private = [n for alias in node.names if (n := alias.name).startswith("_") and not n.startswith("__")]
+                wrong += [f"{path.name}: {name}" for name in private if "test_mutated" not in path.name]
+    assert wrong == []
+
+
 def test_one_channel_for_messages() -> None:
     """The logger ``tpcore``; what is ``get_logger`` in NxD gives scripts loggers of their own."""
     named = [m for m, tree in TREES.items() if "'getLogger'" in ast.dump(tree)]

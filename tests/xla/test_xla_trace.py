@@ -23,7 +23,7 @@ from tpcore.trace.artifact import opened, read_weights
 from tpcore.trace.make.tracing import trace_rank
 from tpcore.trace.serve.worker import Rank
 from tpcore_neuron.testing import Program, close, run_replicas
-from tpcore_nxd.trace import _compiled_with
+from tpcore_nxd.trace import with_compiler
 
 sys.path.insert(0, str(ROOT / "examples"))
 sys.path.insert(0, str(TESTS / "core" / "trace"))
@@ -197,7 +197,7 @@ def test_where_the_neuron_tools_are_the_program_is_compiled_and_that_runs(neuron
     with pytest.raises(tpcore.BackendError, match="2 processes were started on this host, which shows 1 Neuron"):
         run_replicas(lambda: tpcore.init("neuron", 2), 2, env={"NEURON_RT_VISIBLE_CORES": "0-0"})
     options = CompilerOptions(("--model-type=transformer", "-O1"), str(tmp_path / "work"))
-    model = traced(tmp_path / "encoder", _compiled_with(options, make, "neuron"), batch(2, 8), 2)
+    model = traced(tmp_path / "encoder", with_compiler(options, make, "neuron"), batch(2, 8), 2)
     assert (tmp_path / "encoder/programs/0/neuron.pt").is_file()
     assert (tmp_path / "work/0/args").read_text() == "--model-type=transformer -O1"
     assert error_of(model, 2, 8, dtype=torch.float32) < ROUNDS

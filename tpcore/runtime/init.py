@@ -36,7 +36,7 @@ def choose_backend(name: str | None) -> str:
     return name
 
 
-def _mesh(tp: int, pp: int, ep: int, cp: int, world: int) -> Mesh:
+def mesh_of(tp: int, pp: int, ep: int, cp: int, world: int) -> Mesh:
     need = pp * ep * cp * tp
     inner = {axis: size for axis, size in (("ep", ep), ("cp", cp)) if size > 1}  # each axis is a group to make
     sizes = ({"pp": pp} if pp > 1 else {}) | inner | {"tp": tp}
@@ -115,7 +115,7 @@ def init(
     chosen = backend if isinstance(backend, Backend) else load_backend(choose_backend(backend))
     rank, world = chosen.start(seconds)
     try:
-        divided = _mesh(tp, pp, ep, cp, world)
+        divided = mesh_of(tp, pp, ep, cp, world)
         ctx = _divided(chosen, divided, rank, _observer(ParallelContext(chosen, divided, rank)))
     except BaseException:
         chosen.stop()
@@ -153,7 +153,7 @@ def _divided(backend: Backend, mesh: Mesh, rank: int, observer: Observer | None)
 def remesh(tp: int = 1, pp: int = 1, *, ep: int = 1, cp: int = 1) -> ParallelContext:
     """Divide the running job anew, before it has layers or optimizers. Collective. Raises ValueError as ``init``."""
     old = current()
-    ctx = _divided(old.backend, _mesh(tp, pp, ep, cp, old.mesh.size), old.rank, old.observer)
+    ctx = _divided(old.backend, mesh_of(tp, pp, ep, cp, old.mesh.size), old.rank, old.observer)
     ctx.ended.enter_context(old.ended.pop_all())
     leave_process()
     enter_process(ctx)

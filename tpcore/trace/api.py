@@ -58,7 +58,7 @@ def parallel_model_trace(
             f"backend {name!r} has programs of fixed sizes only, and takes no dynamic_shapes: give examples "
             "of the sizes that are needed as bucket_inputs"
         )
-    calls = sorted((_call(e) for e in (inputs, *(bucket_inputs or ()))), key=_size)
+    calls = sorted((call_of(e) for e in (inputs, *(bucket_inputs or ()))), key=elements_of)
     directory = OwnedDirectory("tpcore-trace-")
     folder = Path(directory.name)
     order = Order(func, calls, dynamic_shapes, name, tp_degree, folder, uuid.uuid4().hex)
@@ -122,7 +122,7 @@ def _check_degree(tp: Any, backend: str) -> None:
         raise ValueError(f"tp_degree={tp}: this machine can hold {most} ranks of backend {backend!r}")
 
 
-def _call(inputs: Any) -> Call:
+def call_of(inputs: Any) -> Call:
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     if isinstance(inputs, Tensor | tuple | list):
@@ -130,5 +130,5 @@ def _call(inputs: Any) -> Call:
     raise TypeError(f"inputs must be a tensor, a tuple, a list or a dict, not a {type(inputs).__name__}")
 
 
-def _size(call: Call) -> int:
+def elements_of(call: Call) -> int:
     return sum(t.numel() for t in (*call[0], *call[1].values()) if isinstance(t, Tensor))

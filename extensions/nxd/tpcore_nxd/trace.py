@@ -45,7 +45,7 @@ def parallel_model_trace(
     if compiler_args is not None or compiler_workdir is not None:
         flags = compiler_args.split() if isinstance(compiler_args, str) else compiler_args or ()
         workdir = None if compiler_workdir is None else os.path.abspath(compiler_workdir)
-        func = _compiled_with(CompilerOptions(tuple(flags), workdir), func, choose_backend(options.get("backend")))
+        func = with_compiler(CompilerOptions(tuple(flags), workdir), func, choose_backend(options.get("backend")))
     model = trace.parallel_model_trace(func, example, tp_degree, **options)
     model.timeout, model.restart = timeout, restart
     return model
@@ -58,7 +58,7 @@ def parallel_model_load(
     return trace.parallel_model_load(either("load_dir", load_dir, "model_dir", model_dir), **options)
 
 
-def _compiled_with(options: CompilerOptions, func: Callable[[], Any], backend: str) -> Callable[[], Any]:
+def with_compiler(options: CompilerOptions, func: Callable[[], Any], backend: str) -> Callable[[], Any]:
     def built() -> Any:
         ctx = current()
         if not ctx.backend.compile_with(options) and ctx.rank == 0:

@@ -37,7 +37,7 @@ _POLL = 0.25  # seconds between looks whether a client is there
 def application(name: str, model: Any, tokenizer: Any, batches: Batches, hosts: tuple[str, ...] = LOCAL) -> FastAPI:
     """``name``: the model's in requests. ``hosts``: the server's."""
     app = FastAPI(openapi_url=None)
-    app.add_middleware(Door, hosts=hosts, refused=_error)
+    app.add_middleware(Door, hosts=hosts, refused=failure)
     served = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "tpcore"}
     state = _handler_state(name, model, tokenizer, batches)
     chat, completions = Chat(state, state), Completions(state, state)
@@ -56,18 +56,18 @@ def application(name: str, model: Any, tokenizer: Any, batches: Batches, hosts: 
 
     @app.get("/v1/models/{wanted:path}")
     async def one_model(wanted: str) -> Response:
-        return JSONResponse(served) if wanted == name else _error(404, f"there is no model {wanted!r}, only {name!r}")
+        return JSONResponse(served) if wanted == name else failure(404, f"there is no model {wanted!r}, only {name!r}")
 
     @app.get("/health")
     async def health() -> Response:
         if not batches.is_alive():
-            return _error(503, "the engine has stopped")
+            return failure(503, "the engine has stopped")
         running, waiting = batches.counts()
         return JSONResponse({"status": "ok", "running": running, "waiting": waiting})
 
     @app.exception_handler(RouteError)
     async def no_route(request: Request, error: RouteError) -> Response:
-        return _error(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+        return failure(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
 
     return app
 
@@ -89,17 +89,17 @@ async def _answer(handler: Any, content: str, request: Request) -> Response:
         body = _plain(await _json(request))
         wrong = malformed(body, content)
         if wrong is not None:
-            return _error(400, wrong)
+            return failure(400, wrong)
         return await _while_there(request, handler.handle_request(body, uuid.uuid4().hex))
     except ClientDisconnect:
         return Response(status_code=_CLOSED)
     except HTTPException as e:
-        return _error(e.status_code, str(e.detail))
+        return failure(e.status_code, str(e.detail))
     except (ValueError, TypeError, KeyError, TemplateError) as e:  # of the tokenizer and its template
-        return _error(400, f"the tokenizer and its chat template do not take this: {first_line(e)}")
+        return failure(400, f"the tokenizer and its chat template do not take this: {first_line(e)}")
     except Exception as e:  # noqa: BLE001  whatever it is, this client has an answer, and the others go on
         log.exception("a request failed")
-        return _error(500, first_line(e))
+        return failure(500, first_line(e))
 
 
 def _plain(body: Any) -> Any:
@@ -163,7 +163,7 @@ async def _done(events: Any) -> AsyncIterator[Any]:
         await events.aclose()
 
 
-def _error(status: int, message: str) -> Response:
+def failure(status: int, message: str) -> Response:
     """One line, however long what the client sent is."""
     line = " ".join(message.split())
     return JSONResponse(_body(status, line if len(line) <= _LONGEST else f"{line[:_LONGEST]} ..."), status)

@@ -13,6 +13,7 @@ import tpcore
 from tpcore.errors import BackendError
 from tpcore.layout.mesh import Mesh
 from tpcore.runtime.context import ParallelContext
+from tpcore.runtime.init import mesh_of
 from tpcore.testing import ThreadBackend, run_ranks
 from tpcore.testing.threads import ThreadWorld
 
@@ -262,3 +263,13 @@ def test_groups_are_made_once_and_found_again() -> None:
     assert ctx.device == torch.device("cpu")
     with pytest.raises(BackendError, match="cannot use the group 'mine': pass a tpcore Comm"):
         ctx.comm_for("mine")
+
+
+def test_the_axis_is_between_dp_and_tp_and_only_where_it_is_asked_for() -> None:
+    assert list(mesh_of(2, 1, 1, 2, 8).axes.items()) == [("pp", 1), ("dp", 2), ("cp", 2), ("tp", 2)]
+    assert list(mesh_of(1, 1, 2, 2, 8).axes.items()) == [("pp", 1), ("dp", 2), ("ep", 2), ("cp", 2), ("tp", 1)]
+    assert not {"ep", "cp"} & set(mesh_of(2, 1, 1, 1, 8).axes)
+    with pytest.raises(ValueError, match="cp=3 times tp=2 does not divide the world of 8 processes"):
+        mesh_of(2, 1, 1, 3, 8)
+    with pytest.raises(ValueError, match=r"cp=4 times tp=4 is larger than the world of 8.*lower cp or tp"):
+        mesh_of(4, 1, 1, 4, 8)

@@ -16,7 +16,7 @@ import tpcore
 from tpcore.layout.mesh import Mesh
 from tpcore.runtime.context import ParallelContext
 from tpcore.trace import TensorParallelModel
-from tpcore.trace.api import _call, _size
+from tpcore.trace.api import call_of, elements_of
 from tpcore.trace.artifact import opened
 from tpcore.trace.make.tracing import Order, Traced, Tracer, assembled
 from tpcore.trace.serve.worker import Rank
@@ -115,7 +115,7 @@ def traced_by(
     bucket_inputs: Sequence[Any] = (),
     pad_value: Any = 0,
 ) -> TensorParallelModel:
-    calls = sorted((_call(e) for e in (inputs, *bucket_inputs)), key=_size)
+    calls = sorted((call_of(e) for e in (inputs, *bucket_inputs)), key=elements_of)
     order = Order(func, calls, dynamic_shapes, backend, tp, folder, "traced")
     manifest = assembled(order, trace(order), pad_value)
     model = TensorParallelModel(folder, manifest)

@@ -14,7 +14,7 @@ from helpers.worlds import each_rank
 import tpcore
 from tpcore.layout.mesh import Mesh
 from tpcore.testing import run_ranks
-from tpcore_hf.generate.alike import _LENGTH, _ROWS, _local_heads, _sized
+from tpcore_hf.generate.alike import LENGTH, ROWS, cache_config, heads_of_rank
 
 pytestmark = [
     pytest.mark.processes,
@@ -84,15 +84,15 @@ def test_tokens_are_those_of_generate(pool: RankPool, kv: int) -> None:
 @each_rank(dp=1, tp=2)
 def test_caches_take_what_the_requests_need_and_what_fits(ctx: tpcore.ParallelContext) -> None:
     sharded = tpcore.parallelize(model(4))
-    heads = _local_heads(sharded)
+    heads = heads_of_rank(sharded)
     assert heads == 2
-    settings = _sized(None, sharded, None, heads, ctx)
-    assert settings.num_blocks == _ROWS * (1 + _LENGTH // settings.page_size)
+    settings = cache_config(None, sharded, None, heads, ctx)
+    assert settings.num_blocks == ROWS * (1 + LENGTH // settings.page_size)
     large = transformers.ContinuousBatchingConfig(page_size=2**30)  # a block of more than 2^38 bytes
-    assert _sized(large, sharded, None, heads, ctx).num_blocks == 1
+    assert cache_config(large, sharded, None, heads, ctx).num_blocks == 1
     assert large.num_blocks is None  # the caller's is as it was: another call has other requests
     given = transformers.ContinuousBatchingConfig(num_blocks=7, max_batch_tokens=9)
-    sized = _sized(given, sharded, None, heads, ctx)
+    sized = cache_config(given, sharded, None, heads, ctx)
     assert (sized.num_blocks, sized.max_batch_tokens) == (7, 9)
 
 

@@ -21,7 +21,7 @@ from transformers.generation.continuous_batching.requests import (
 )
 
 from tpcore_serve.batches import Sampling, Stream, choose
-from tpcore_serve.server import _error, malformed
+from tpcore_serve.server import failure, malformed
 from tpcore_serve.text import Text
 
 skip_below("serve")
@@ -79,7 +79,7 @@ LONG = "x" * 2000
 def test_the_reason_is_told_after_a_long_value(option: dict[str, Any], reason: str) -> None:
     said = malformed(CHAT | option, "messages")
     assert said is not None
-    assert json.loads(bytes(_error(400, said).body))["error"]["message"].endswith(reason)
+    assert json.loads(bytes(failure(400, said).body))["error"]["message"].endswith(reason)
 
 
 def test_what_is_well_formed_passes() -> None:

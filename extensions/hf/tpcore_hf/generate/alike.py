@@ -27,7 +27,7 @@ from ..plan.arguments import cache_of
 
 _SHARE = 0.5
 """The share of a host's free memory that the caches of its ranks may take together."""
-_ROWS, _LENGTH = 16, 2048
+ROWS, LENGTH = 16, 2048
 """Requests at a time, and tokens of each, where nothing is known of them."""
 _TOKENS = 512
 """In one step on a CPU: each costs activations, and a longer step lets all who decode wait."""
@@ -51,8 +51,8 @@ def batch_alike(model: nn.Module, ctx: ParallelContext) -> None:
                 "would wait for one another; shard the model over tp alone, or call generate"
             )
         self.eval()
-        heads = _local_heads(self)
-        config = _sized(continuous_batching_config, self, workload_hints, heads, ctx)
+        heads = heads_of_rank(self)
+        config = cache_config(continuous_batching_config, self, workload_hints, heads, ctx)
         if ctx.comm("tp").size == 1:
             return _with_heads(_paged(original(self, generation_config, config, workload_hints), heads), heads)
         self.__dict__["_device_mesh"] = device_mesh(ctx, {axis: n for axis, n in ctx.mesh.axes.items() if n > 1})
@@ -67,7 +67,7 @@ def batch_alike(model: nn.Module, ctx: ParallelContext) -> None:
     model.__dict__["init_continuous_batching"] = MethodType(init_continuous_batching, model)
 
 
-def _local_heads(model: Any) -> int:
+def heads_of_rank(model: Any) -> int:
     """How many key and value heads a rank has, whatever the plan has made of them: as its cache of one token says."""
     ids = torch.ones(1, 1, dtype=torch.int64, device=model.device)
     with torch.no_grad():
@@ -129,7 +129,7 @@ def _paged(manager: Any, heads: int) -> Any:
     )
 
 
-def _sized(config: Any, model: Any, hints: Any, heads: int, ctx: ParallelContext) -> Any:
+def cache_config(config: Any, model: Any, hints: Any, heads: int, ctx: ParallelContext) -> Any:
     """``config`` with sizes that the requests need and that fit: by default each process of a CPU would take most of
     the memory of its host."""
     import psutil
@@ -138,10 +138,10 @@ def _sized(config: Any, model: Any, hints: Any, heads: int, ctx: ParallelContext
     config = ContinuousBatchingConfig() if config is None else copy.deepcopy(config)
     if ctx.device.type == "cpu":
         step = config.max_batch_tokens = config.max_batch_tokens or _TOKENS
-        config.max_requests_per_batch = config.max_requests_per_batch or (hints.num_requests if hints else _ROWS)
+        config.max_requests_per_batch = config.max_requests_per_batch or (hints.num_requests if hints else ROWS)
         if config.num_blocks is None and config.max_memory_percent is None:
-            tokens = hints.max_prompt_length + hints.max_generated_length if hints else _LENGTH
-            rows = hints.num_requests if hints else _ROWS
+            tokens = hints.max_prompt_length + hints.max_generated_length if hints else LENGTH
+            rows = hints.num_requests if hints else ROWS
             free = int(psutil.virtual_memory().available * _SHARE) // LOCAL_WORLD_SIZE.get()
             page = config.page_size if hasattr(config, "page_size") else config.block_size  # its first name
             needed = rows * (1 + math.ceil(tokens / page))

@@ -11,20 +11,9 @@ from torch import nn
 
 import tpcore
 from tpcore import Mesh, Zero1
-from tpcore.runtime.init import _mesh
 from tpcore.testing import run_ranks
 
 STEPS = 3
-
-
-def test_the_axis_is_between_dp_and_tp_and_only_where_it_is_asked_for() -> None:
-    assert list(_mesh(2, 1, 1, 2, 8).axes.items()) == [("pp", 1), ("dp", 2), ("cp", 2), ("tp", 2)]
-    assert list(_mesh(1, 1, 2, 2, 8).axes.items()) == [("pp", 1), ("dp", 2), ("ep", 2), ("cp", 2), ("tp", 1)]
-    assert not {"ep", "cp"} & set(_mesh(2, 1, 1, 1, 8).axes)
-    with pytest.raises(ValueError, match="cp=3 times tp=2 does not divide the world of 8 processes"):
-        _mesh(2, 1, 1, 3, 8)
-    with pytest.raises(ValueError, match=r"cp=4 times tp=4 is larger than the world of 8.*lower cp or tp"):
-        _mesh(4, 1, 1, 4, 8)
 
 
 @each_rank(dp=2, cp=2, tp=2)

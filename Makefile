@@ -116,7 +116,7 @@ test-core: $(CORE_DONE)  ## the core's quick tests in a tree without extensions/
 $(CORE_DONE): $(LOCK)
 	$(PYTHON) -m venv --clear $(CORE_VENV)
 	$(CORE_VENV)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check $(PIP_ARGS) --constraint $(LOCK) \
-	    torch pluggy safetensors numpy cloudpickle typer rich psutil pyyaml \
+	    torch pluggy safetensors numpy cloudpickle typer rich psutil pyyaml tqdm \
 	    pytest pytest-xdist pytest-timeout hypothesis hatchling
 	@touch $@
 

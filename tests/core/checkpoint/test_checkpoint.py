@@ -358,65 +358,53 @@ def _counted(t: Tensor) -> Tensor:
     return t.copy_(torch.arange(1, t.numel() + 1).reshape(t.shape))
 
 
-Reshard = Callable[[Path, Path, int], object]
+def kept_by(reshard: Callable[[Path, Path, int], object], whole: Callable[[Path], Path]) -> Callable[[], None]:
+    """A test: saved at one degree, rewritten by ``reshard`` for another and back, loaded at a third, and whole."""
 
-
-def drawn(check: Callable[..., None]) -> Callable[[], None]:
-    """The test gets specs, three degrees, a dtype, a device, and the bytes that are made and written at once."""
-    of = given(
+    @given(
         st.lists(specs(), min_size=1, max_size=3),
         st.tuples(st.integers(1, 4), DEGREES, st.integers(1, 4)),
         st.sampled_from([torch.float64, torch.bfloat16, torch.complex128]),
         st.sampled_from([None, "meta"]),
-        st.sampled_from([1, 24, 8 << 20]),
+        st.sampled_from([1, 24, 8 << 20]),  # bytes that are made and written at once
     )
-    examples = settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
-    made: Callable[[], None] = examples(of(check))
-    return made
+    @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+    def kept(
+        specs: list[ShardSpec], degrees: tuple[int, int, int], dtype: torch.dtype, device: str | None, chunk: int
+    ) -> None:
+        assume(all(fits(spec, n) for spec in specs for n in degrees))
+        a, b, c = degrees
+
+        def write(ctx: ParallelContext, path: Path) -> None:
+            state = _Any(specs, dtype, None).state_dict()
+            save({"model": state, "tied": state["p0"]}, path)
+
+        def read(ctx: ParallelContext, path: Path) -> None:
+            model, want = _Any(specs, dtype, device), _Any(specs, dtype, None).state_dict()
+            for p in model.parameters():
+                p.detach().fill_(-1)
+            rest = load(path, model)
+            assert same(model.state_dict(), want)
+            assert same(rest, {"tied": want["p0"]})
+
+        with tempfile.TemporaryDirectory() as home, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(stored, "CHUNK", chunk)
+            run_ranks(Mesh({"tp": a}), lambda ctx: write(ctx, Path(home, "a")))
+            reshard(Path(home, "a"), Path(home, "b"), b)
+            run_ranks(Mesh({"tp": c}), lambda ctx: read(ctx, Path(home, "b")))
+            reshard(Path(home, "b"), Path(home, "again"), a)
+            full = {f"p{i}": _counted(torch.empty(spec.shape, dtype=dtype)) for i, spec in enumerate(specs)}
+            if dtype != torch.complex128:  # which safetensors has no name for
+                assert same(values(whole(Path(home, "again"))), full)
+
+    return kept
 
 
-def assert_kept(
-    reshard: Reshard,
-    whole: Callable[[Path], Path],
-    specs: list[ShardSpec],
-    degrees: tuple[int, int, int],
-    dtype: torch.dtype,
-    device: str | None,
-    chunk: int,
-) -> None:
-    """Saved at one degree, rewritten for another and back, loaded at a third, and whole."""
-    assume(all(fits(spec, n) for spec in specs for n in degrees))
-    a, b, c = degrees
-
-    def write(ctx: ParallelContext, path: Path) -> None:
-        state = _Any(specs, dtype, None).state_dict()
-        save({"model": state, "tied": state["p0"]}, path)
-
-    def read(ctx: ParallelContext, path: Path) -> None:
-        model, want = _Any(specs, dtype, device), _Any(specs, dtype, None).state_dict()
-        for p in model.parameters():
-            p.detach().fill_(-1)
-        rest = load(path, model)
-        assert same(model.state_dict(), want)
-        assert same(rest, {"tied": want["p0"]})
-
-    with tempfile.TemporaryDirectory() as home, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stored, "CHUNK", chunk)
-        run_ranks(Mesh({"tp": a}), lambda ctx: write(ctx, Path(home, "a")))
-        reshard(Path(home, "a"), Path(home, "b"), b)
-        run_ranks(Mesh({"tp": c}), lambda ctx: read(ctx, Path(home, "b")))
-        reshard(Path(home, "b"), Path(home, "again"), a)
-        full = {f"p{i}": _counted(torch.empty(spec.shape, dtype=dtype)) for i, spec in enumerate(specs)}
-        if dtype != torch.complex128:  # which safetensors has no name for
-            assert same(values(whole(Path(home, "again"))), full)
+def _saved_again(have: Path, want: Path, tp: int) -> None:
+    run_ranks(Mesh({"tp": tp}), lambda ctx: save(load(have), want))
 
 
-@drawn
-def test_any_spec_from_any_degree_to_any(*of: Any) -> None:
-    def again(have: Path, want: Path, tp: int) -> None:
-        run_ranks(Mesh({"tp": tp}), lambda ctx: save(load(have), want))
-
-    assert_kept(again, lambda path: path, *of)
+test_any_spec_from_any_degree_to_any = kept_by(_saved_again, lambda path: path)
 
 
 def test_pipeline_ranks_have_directories_of_their_own(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import itertools
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -96,56 +95,47 @@ def test_over_gloo(pool: Any) -> None:
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------
-def written_by_others(full: dict[str, Tensor], stages: int, path: Path) -> None:
-    """The table on the first stage, head and norm on the last, each cut over tp alone."""
-    for stage, rank in itertools.product(range(stages), range(2)):
-        part: dict[str, Tensor] = {}
-        for name, value in full.items():
-            number = int(name.split(".")[1]) if name.startswith("layers") else -1
-            at = number * stages // 4 if number >= 0 else 0 if name.startswith("embed") else stages - 1
-            dim = 1 if "down.weight" in name else 0 if "norm" not in name and "down" not in name else None
-            if at == stage:
-                part[name] = value if dim is None else value.chunk(2, dim)[rank].clone()
-        folder = path / f"tp_rank_{rank:02d}_pp_rank_{stage:02d}"
-        folder.mkdir(parents=True)
-        torch.save({"model": part, "epoch": 3}, folder / "checkpoint.pt")
+def staged(ctx: ParallelContext, tied: bool) -> nn.Module:
+    model = cut(4, ctx, tied=tied)
+    model.layers = tpcore.PipelinedLayers(model.layers, 2, shared=["mix"])
+    return model
 
 
-@pytest.mark.filterwarnings("ignore:.*is a pickle.*:UserWarning")  # before torch 2.10
-@pytest.mark.parametrize("stages_of_others", [None, 1, 4])
-def test_a_checkpoint_opens_on_any_mesh(tmp_path: Path, stages_of_others: int | None) -> None:
-    """Plain modules' parameters too; ours whole as well."""
-    tied = stages_of_others is None
-    full = {name: value + 1 for name, value in plain(4, tied=tied).state_dict().items()}  # biases too are not 0
+def whole_state(tied: bool) -> dict[str, Tensor]:
+    """Biases too are not 0."""
+    return {name: value + 1 for name, value in plain(4, tied=tied).state_dict().items()}
 
-    def staged(ctx: ParallelContext) -> nn.Module:
-        model = cut(4, ctx, tied=tied)
-        model.layers = tpcore.PipelinedLayers(model.layers, 2, shared=["mix"])
-        return model
+
+def assert_opens_on_any_mesh(path: Path, tied: bool) -> None:
+    """With the values of ``whole_state``, and an epoch."""
+    full = whole_state(tied)
+
+    def read(ctx: ParallelContext) -> None:
+        model = staged(ctx, tied)
+        for p in model.parameters():
+            nn.init.zeros_(p)
+        assert checkpoint.load(path, model)["epoch"] == 3
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, part_of(full[name], value, ctx)), name
+
+    for pp, tp in ((1, 1), (2, 2), (4, 1), (2, 1), (1, 2)):
+        run_ranks(mesh(pp, tp), read)
+
+
+def test_a_checkpoint_opens_on_any_mesh(tmp_path: Path) -> None:
+    """Plain modules' parameters too, and whole."""
 
     def write(ctx: ParallelContext) -> None:
-        model = staged(ctx)
+        model = staged(ctx, True)
         for p in model.parameters():
             p.data += 1
         checkpoint.save({"model": model.state_dict(), "epoch": 3}, tmp_path / "c")
 
-    def read(ctx: ParallelContext) -> None:
-        model = staged(ctx)
-        for p in model.parameters():
-            nn.init.zeros_(p)
-        assert checkpoint.load(tmp_path / "c", model)["epoch"] == 3
-        for name, value in model.state_dict().items():
-            assert torch.equal(value, part_of(full[name], value, ctx)), name
-
-    if stages_of_others is not None:
-        written_by_others(full, stages_of_others, tmp_path / "c")
-    else:
-        run_ranks(mesh(2, 2), write)
-        whole = values(tmp_path / "c")
-        assert {*whole, "embed.weight", "head.weight"} == {*full}
-        assert all(torch.equal(value, full[name]) for name, value in whole.items())
-    for pp, tp in ((1, 1), (2, 2), (4, 1), (2, 1), (1, 2)):
-        run_ranks(mesh(pp, tp), read)
+    run_ranks(mesh(2, 2), write)
+    full, whole = whole_state(True), values(tmp_path / "c")
+    assert {*whole, "embed.weight", "head.weight"} == {*full}
+    assert all(torch.equal(value, full[name]) for name, value in whole.items())
+    assert_opens_on_any_mesh(tmp_path / "c", True)
 
 
 def test_initial_values_are_those_of_one_stage() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -15,6 +16,7 @@ import torch
 from helpers.pipelines import cut, plain
 from rich.progress import Progress
 from safetensors.torch import load_file, save_file
+from test_pipeline import assert_opens_on_any_mesh, whole_state
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
@@ -105,6 +107,27 @@ def test_consolidate_of_stages(tmp_path: Path) -> None:
     found, want = load_file(tmp_path / "out" / "model.safetensors"), plain(4, tied=True).state_dict()
     assert {*found, "embed.weight", "head.weight"} == {*want}
     assert all(torch.equal(value, want[name]) for name, value in found.items())
+
+
+def written_by_others(full: dict[str, Tensor], stages: int, path: Path) -> None:
+    """The table on the first stage, head and norm on the last, each cut over tp alone."""
+    for stage, rank in itertools.product(range(stages), range(2)):
+        part: dict[str, Tensor] = {}
+        for name, value in full.items():
+            number = int(name.split(".")[1]) if name.startswith("layers") else -1
+            at = number * stages // 4 if number >= 0 else 0 if name.startswith("embed") else stages - 1
+            dim = 1 if "down.weight" in name else 0 if "norm" not in name and "down" not in name else None
+            if at == stage:
+                part[name] = value if dim is None else value.chunk(2, dim)[rank].clone()
+        folder = path / f"tp_rank_{rank:02d}_pp_rank_{stage:02d}"
+        folder.mkdir(parents=True)
+        torch.save({"model": part, "epoch": 3}, folder / "checkpoint.pt")
+
+
+@pytest.mark.parametrize("stages", [1, 4])
+def test_stages_of_others_open_on_any_mesh(tmp_path: Path, stages: int) -> None:
+    written_by_others(whole_state(False), stages, tmp_path / "c")
+    assert_opens_on_any_mesh(tmp_path / "c", False)
 
 
 def test_all_that_lies_beside_weights_in_a_folder_of_transformers_travels(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ import torch
 from helpers.checkpoints import values
 from helpers.killed_saves import Counted
 from safetensors.torch import save_file
-from test_checkpoint import Reshard, assert_kept, drawn
-from test_checkpoint_fuzz import COUNTS, bounded, device, fifo, huge, mutated, saved
+from test_checkpoint import kept_by
+from test_checkpoint_fuzz import BESIDE, COUNTS, bounded, device, fifo, huge, mutated, refused_for_its_size, saved
 from test_checkpoint_unsharded import MiB, grown
 from test_leftovers import die, home, one
 
@@ -29,14 +29,19 @@ __all__ = ["bounded", "home", "saved"]  # fixtures of the tests of checkpoints
 pytestmark = pytest.mark.filterwarnings("ignore:.*is a pickle.*:UserWarning", "ignore::DeprecationWarning")
 
 
-@drawn
-def test_any_spec_from_any_degree_to_any_offline(*of: Any) -> None:
-    def whole(path: Path) -> Path:
-        consolidate(path, path.with_name("whole"))
-        return path.with_name("whole")
+def _whole(path: Path) -> Path:
+    consolidate(path, path.with_name("whole"))
+    return path.with_name("whole")
 
-    rewrite: Reshard = reshard
-    assert_kept(rewrite, whole, *of)
+
+test_any_spec_from_any_degree_to_any_offline = kept_by(reshard, _whole)
+
+
+@pytest.mark.parametrize("what", BESIDE)
+def test_pickles_of_shards_that_make_much_of_little(tmp_path: Path, what: str) -> None:
+    folder = tmp_path / "c" / "tp_rank_0"
+    folder.mkdir(parents=True)
+    refused_for_its_size(folder / "checkpoint.pt", tmp_path / "c", what)
 
 
 @COUNTS

@@ -37,7 +37,7 @@ def __getattr__(name: str) -> Any:
         return import_module(f"{__name__}.{name}")
     module = f"{__name__}.processes.launch" if name == "launch" else names().get(name)
     if module is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}, and no extension that is here adds it")
     return getattr(import_module(module), name)
 
 

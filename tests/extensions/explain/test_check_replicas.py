@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers.nets import Heads, Net, cut_net, ids_of, loss_of, plain_net
 from helpers.worlds import each_rank
+from test_zero_pipeline import staged, trained
 from torch import nn
 
 import tpcore
@@ -154,3 +155,11 @@ def test_key_heads_that_several_ranks_hold(ctx: ParallelContext) -> None:
         heads.weight.data[-1, 0] += 1
     with pytest.raises(ValueError, match=r"'weight' differs between rank 0 \(tp 0\) and rank 1 \(tp 1\)"):
         check_replicas(heads)
+
+
+@each_rank(pp=2, dp=2, tp=1)
+def test_stages_agree_after_steps_of_zero1(ctx: ParallelContext) -> None:
+    model = staged(ctx)
+    optimizer = Zero1(torch.optim.AdamW, model.named_parameters(), lr=0.02, bucket_mb=1e-2)
+    trained(model, optimizer, ctx, "recomputed", range(2))
+    check_replicas(model, optimizer)

@@ -176,7 +176,7 @@ class Run:
         self.kept = [p.detach().clone() for p in self.params.values()]
 
     def async_save(self) -> None:
-        checkpoint.save({"model": self.model.state_dict()}, self.home / "out", async_save=True)
+        checkpoint.save({"model": self.model.state_dict()}, self.home / "out", background=True)
 
     def dcp_async_save(self) -> None:
         self.kept = dcp.async_save(self.dtensors, checkpoint_id=self.home / "out", process_group=self.background)

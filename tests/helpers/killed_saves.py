@@ -106,7 +106,7 @@ def killed(ctx: ParallelContext, home: str, how: str, victim: int, stop: int) ->
             replace(undo, staging, "_exchange", lambda a, b: False)
         else:
             replace(undo, staging, "_exchange", lambda a, b: (steps.step(), exchange(a, b))[1])
-        save(state(ctx, 2), os.path.join(home, "c"), async_save=how == "async")
+        save(state(ctx, 2), os.path.join(home, "c"), background=how == "async")
         wait()
     return steps.count
 

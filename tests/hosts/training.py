@@ -45,7 +45,7 @@ def train(ctx: ParallelContext, home: Path, steps: int, told: int = -1, in_backg
             if step == told:
                 (home / "told").write_bytes(b"x")
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
-        checkpoint.save(state, home / "run" / f"step_{step}", async_save=in_background, keep_last=2)
+        checkpoint.save(state, home / "run" / f"step_{step}", background=in_background, keep_last=2)
     checkpoint.wait()
 
 

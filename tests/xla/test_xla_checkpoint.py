@@ -62,7 +62,7 @@ def test_a_tied_weight_is_written_once_and_loads_tied(tmp_path):
 
 
 def left_to_end(ctx: ParallelContext, folder: Path) -> None:
-    save({"model": {"w": torch.ones(3).to(ctx.device)}}, folder, async_save=True)
+    save({"model": {"w": torch.ones(3).to(ctx.device)}}, folder, background=True)
 
 
 def test_a_save_in_the_background_is_finished_when_the_replicas_end(tmp_path):

@@ -27,18 +27,18 @@ __all__ = ["dtensor_state_dict", "latest", "load", "save", "wait"]
 
 
 def save(
-    state_dict: dict[Any, Any],
-    save_dir: StrPath,
-    save_serially: bool = False,
+    state: dict[Any, Any],
+    path: StrPath,
     *,
-    down_cast_bf16: bool = False,
-    master_dp_only: bool = True,
-    async_save: bool = False,
+    background: bool = False,
+    dtype: torch.dtype | None = None,
     keep_last: int | None = None,
+    share_writes: bool = False,
+    in_turn: bool = False,
 ) -> None:
-    """Save this job's state as the directory ``save_dir``, each tp rank's part in ``tp_rank_<i>``. Collective.
+    """Save this job's state as the directory ``path``, each tp rank's part in ``tp_rank_<i>``. Collective.
 
-    ``state_dict``: a ``model.state_dict()``, or a dict of state_dicts and values that JSON can represent:
+    ``state``: a ``model.state_dict()``, or a dict of state_dicts and values that JSON can represent:
     ``{"model": ..., "optimizer": ..., "scheduler": ..., "rng": tpcore.random.get_state(), "epoch": 3}``. Tied weights
     are written once. An optimizer in place of its ``state_dict()`` is cut like its parameters; each dp rank writes a
     share of a ``Zero1``. The ``state_dict()`` of an optimizer can be loaded at another degree only if the optimizer was
@@ -47,29 +47,33 @@ def save(
     An earlier checkpoint of that name is replaced in one step, when the new one is complete. On every rank, ValueError
     for an entry that cannot be saved, and CheckpointError for an error of the file system.
 
-    ``save_serially``: one rank after the other. ``down_cast_bf16``: write float32 as bfloat16, except tensors without
-    dims. ``master_dp_only=False``: every dp rank writes a share of its tp rank's tensors, which dp rank 0 writes
-    otherwise. ``keep_last=N``: when the new checkpoint is complete, keep the last N of those beside it whose names
-    differ only in the number at the end. ``async_save``: return when the values are copied to host memory, and write in
-    the background, one save at a time. An error on any rank is raised on every rank by the next ``save``, ``load`` or
-    ``wait``, and logged at the end of the program. ``wait()`` returns when the save is complete.
+    - ``background``: return when the values are copied to host memory, and write in the background, one save at a time.
+      An error on any rank is raised on every rank by the next ``save``, ``load`` or ``wait``, and logged at the end of
+      the program. ``wait()`` returns when the save is complete.
+    - ``dtype``: ``torch.bfloat16`` or ``torch.float16``: float32 is written in it, except tensors without dims.
+    - ``keep_last=N``: when the new checkpoint is complete, keep the last N of those beside it whose names differ only
+      in the number at the end.
+    - ``share_writes``: every dp rank writes a share of its tp rank's tensors, which dp rank 0 writes otherwise.
+    - ``in_turn``: one rank writes after the other, which bounds host memory.
     """
     if keep_last is not None and keep_last < 1:
         raise ValueError(f"keep_last={keep_last}: at least the checkpoint that is being saved is kept")
-    if async_save and save_serially:
-        raise ValueError("async_save and save_serially: a save in the background keeps no order of ranks")
-    options = Options(async_save, save_serially, master_dp_only, down_cast_bf16, keep_last)
+    if background and in_turn:
+        raise ValueError("background=True, in_turn=True: a save in the background keeps no order of ranks")
+    if dtype not in (None, torch.bfloat16, torch.float16):
+        raise ValueError(f"dtype={dtype}: float32 is written as torch.bfloat16 or torch.float16")
+    options = Options(background, in_turn, share_writes, dtype, keep_last)
     wait()
-    (save_in_background if async_save else write_checkpoint)(state_dict, save_dir, options)
+    (save_in_background if background else write_checkpoint)(state, path, options)
 
 
 def load(
-    load_dir: StrPath,
+    path: StrPath,
     model: Any = None,
+    *,
     model_key: str | None = "model",
     sharded: bool = True,
     strict: bool = True,
-    *,
     optimizer: torch.optim.Optimizer | None = None,
     trust: bool = True,
 ) -> Any:
@@ -93,7 +97,7 @@ def load(
     entries that cannot be loaded at this degree, with a warning.
     """
     wait()
-    ctx, path = current(), os.fspath(load_dir)
+    ctx, path = current(), os.fspath(path)
     target, key, module = _targets(model, optimizer, model_key, sharded)
     if "tp" in ctx.mesh.axes:
         ctx.comm("tp")  # the first use of a group is collective, and here all ranks take part

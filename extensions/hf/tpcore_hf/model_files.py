@@ -92,7 +92,7 @@ def _has_adapters(model: Any, where: str) -> bool:
 
 def save_in_parts(model: Any, where: str, *, in_background: bool = False) -> None:
     """The parts of a cut model in ``tensor_parallel_shards``, the configuration beside it. Collective."""
-    checkpoint.save({"model": model.state_dict()}, os.path.join(where, PARTS), async_save=in_background)
+    checkpoint.save({"model": model.state_dict()}, os.path.join(where, PARTS), background=in_background)
     with together(current()):
         if current().rank == 0:
             drop_weights(where)
@@ -103,7 +103,7 @@ def save_state(where: str, optimizer: Any, scheduler: Any, *, in_background: boo
     """The optimizer in parts, which any mesh puts together. Collective."""
     plain = getattr(optimizer, "optimizer", optimizer)  # which accelerate has wrapped
     state = {"optimizer": plain, "scheduler": scheduler.state_dict()}
-    checkpoint.save(state, os.path.join(where, STATE), async_save=in_background)
+    checkpoint.save(state, os.path.join(where, STATE), background=in_background)
 
 
 def load_state(where: str, optimizer: Any, scheduler: Any) -> None:

@@ -45,7 +45,7 @@ def _at_files(ctx: ParallelContext, how: str, where: str, folder: str) -> None:
     if where == "load":
         checkpoint.load(path, model)
     else:  # each dp rank has a part to write
-        checkpoint.save({"model": model.state_dict()}, path, master_dp_only=False)
+        checkpoint.save({"model": model.state_dict()}, path, share_writes=True)
 
 
 @ON_A_ROAD
@@ -106,7 +106,7 @@ def _stopped_in_the_background(ctx: ParallelContext, folder: str) -> None:
 
     if ctx.rank == 2:
         on_open(f"{folder}/.checkpoint.saving", stop)
-    checkpoint.save({"w": torch.ones(3)}, f"{folder}/checkpoint", async_save=True)
+    checkpoint.save({"w": torch.ones(3)}, f"{folder}/checkpoint", background=True)
     try:
         if ctx.rank == 2:
             halted.wait()  # stopped before it comes to wait for the others

@@ -36,7 +36,7 @@ for _ in range(3):
     optimizer.zero_grad()
     model(torch.ones(4, 8)).square().sum().backward()
     tpcore.optimizer_step(optimizer)
-tpcore.checkpoint.save({"model": model.state_dict(), "optimizer": optimizer}, "saved", async_save=True)
+tpcore.checkpoint.save({"model": model.state_dict(), "optimizer": optimizer}, "saved", background=True)
 
 # what takes microseconds, and would rarely be under way when the program ends, takes longer here: a report of
 # the monitor, and the release of a tensor by gloo's thread

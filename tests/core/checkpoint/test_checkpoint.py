@@ -202,9 +202,19 @@ def test_a_flat_model_state(ctx: ParallelContext, tmp_path: Path) -> None:
 
 
 @each_rank(tp=1)
+def test_arguments_that_would_be_ignored(ctx: ParallelContext, tmp_path: Path) -> None:
+    for bad in ({"background": True, "in_turn": True}, {"dtype": torch.int8}, {"dtype": torch.float64}, {"keep_last": 0}):
+        with pytest.raises(ValueError, match=next(iter(bad))):
+            save({}, tmp_path / "c", **bad)
+    with pytest.raises(ValueError, match="sharded"):
+        load(tmp_path / "c", sharded=False)
+    assert os.listdir(tmp_path) == []
+
+
+@each_rank(tp=1)
 def test_down_cast(ctx: ParallelContext, tmp_path: Path) -> None:
     state = {"x": {"w": torch.randn(4), "step": torch.tensor(1001.0), "d": torch.randn(2).double()}}
-    save(state, tmp_path / "c", down_cast_bf16=True)
+    save(state, tmp_path / "c", dtype=torch.bfloat16)
     x = load(tmp_path / "c")["x"]
     assert same(x, state["x"] | {"w": state["x"]["w"].bfloat16()})
 

@@ -89,7 +89,7 @@ def test_they_replace_nothing(what: str, mesh: Mesh, background: bool, tmp_path:
 
     def one(ctx: ParallelContext) -> str:
         with pytest.raises(CheckpointError) as caught:
-            save({"model": state(ctx), "epoch": 2}, tmp_path / "c", async_save=background)
+            save({"model": state(ctx), "epoch": 2}, tmp_path / "c", background=background)
         wait()
         return str(caught.value)
 
@@ -106,7 +106,7 @@ def test_copies_along_dp_differ(all_dp: bool, tmp_path: Path) -> None:
     def one(ctx: ParallelContext) -> str:
         state = {"model": net(8 * (1 + ctx.rank)).state_dict(), "plain": {"x": torch.ones(2 + ctx.rank)}}
         try:
-            save(state, tmp_path / "c", master_dp_only=not all_dp)
+            save(state, tmp_path / "c", share_writes=all_dp)
         except CheckpointError as e:
             return str(e)
         assert load(tmp_path / "c", net())["plain"]["x"].shape == (2,)
@@ -158,7 +158,7 @@ def test_what_ranks_may_have_of_their_own(all_dp: bool, tmp_path: Path) -> None:
         optimizer.step()
         own = {"epoch": rank, "x": torch.ones(2 + rank), **({"more": "y"} if rank else {})}
         state = {"model": model.state_dict(), "optimizer": optimizer, "own": own}
-        save(state, tmp_path / "c", master_dp_only=not all_dp)
+        save(state, tmp_path / "c", share_writes=all_dp)
         other = build(rank)
         into = torch.optim.Adam(other.named_parameters())
         found = load(tmp_path / "c", other, optimizer=into)

@@ -45,12 +45,12 @@ def test_values_are_those_of_the_call(tmp_path: Path, monkeypatch: pytest.Monkey
 
     def one(ctx: ParallelContext) -> None:
         w = torch.ones(3)
-        save({"model": {"w": w}, "n": 1}, tmp_path / "1", async_save=True)
+        save({"model": {"w": w}, "n": 1}, tmp_path / "1", background=True)
         w.zero_()
         assert not (tmp_path / "1").exists()
         ctx.world.all_gather(torch.zeros(1), 0)  # training's collectives meet none of the save's
         go.set()
-        save({"model": {"w": w}, "n": 2}, tmp_path / "2", async_save=True)
+        save({"model": {"w": w}, "n": 2}, tmp_path / "2", background=True)
         assert (tmp_path / "1").exists()
         found = load(tmp_path / "2")  # waits for it
         assert (found["n"], float(found["model"]["w"].sum())) == (2, 0.0)
@@ -77,7 +77,7 @@ def test_an_error_comes_on_all_ranks(
 
     def one(ctx: ParallelContext) -> str:
         if background:
-            save({"model": {"w": torch.ones(3)}}, tmp_path / "c", async_save=True)
+            save({"model": {"w": torch.ones(3)}}, tmp_path / "c", background=True)
         with pytest.raises(CheckpointError) as caught:
             wait() if background else save({"model": {"w": torch.ones(3)}}, tmp_path / "c")
         wait()  # it was told once
@@ -101,7 +101,7 @@ def test_an_error_shows_at_exit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         if sys.argv[2] == "fail":
             def full(*args): raise OSError(28, "No space left on device")
             writing.write_tensors = full
-        save({"model": {"w": torch.ones(3)}}, sys.argv[1], async_save=True)
+        save({"model": {"w": torch.ones(3)}}, sys.argv[1], background=True)
     """
     for how in ("fail", "pass"):
         words = [sys.executable, "-c", program, str(tmp_path / how), how]
@@ -124,7 +124,7 @@ def test_progress_is_shown_on_rank_0(
     monkeypatch.setattr(sys, "stderr", shown)
 
     def one(ctx: ParallelContext) -> None:
-        save({"model": {"w": torch.ones(1000)}}, tmp_path / "c", async_save=True)
+        save({"model": {"w": torch.ones(1000)}}, tmp_path / "c", background=True)
         wait()
 
     with caplog.at_level(logging.INFO, "tpcore.checkpoint"):
@@ -148,7 +148,7 @@ def test_a_rank_that_falls_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(writing, "write_tensors", silent)
 
     def one(ctx: ParallelContext) -> str:
-        save({"model": {"w": torch.ones(3)}}, tmp_path / "c", async_save=True)
+        save({"model": {"w": torch.ones(3)}}, tmp_path / "c", background=True)
         if ctx.rank == 0:
             background._under_way[id(ctx)][1].join()
             go.set()
@@ -163,8 +163,8 @@ def test_a_rank_that_falls_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @each_rank(tp=2)
 def test_ranks_that_save_in_different_ways_all_say_so(ctx: ParallelContext, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"rank 0 with async_save=False.* rank 1 with async_save=True"):
-        save({"model": {"w": torch.ones(3)}}, tmp_path / "c", async_save=ctx.rank == 1)
+    with pytest.raises(ValueError, match=r"rank 0 with background=False.* rank 1 with background=True"):
+        save({"model": {"w": torch.ones(3)}}, tmp_path / "c", background=ctx.rank == 1)
     assert os.listdir(tmp_path) == []
 
 
@@ -176,7 +176,7 @@ def test_every_dp_rank_writes_a_share(tmp_path: Path) -> None:
         for p in model.parameters():
             torch.nn.init.constant_(p, 7.0)
         tied = {**state, "again": state["w3"]}
-        save({"model": model.state_dict(), "more": tied}, tmp_path / "c", master_dp_only=False)
+        save({"model": model.state_dict(), "more": tied}, tmp_path / "c", share_writes=True)
         found = load(tmp_path / "c", tpcore.ColumnParallelLinear(4, 8))
         assert all(torch.equal(found["more"][name], t) for name, t in state.items())
         assert found["more"]["again"] is found["more"]["w3"]

@@ -248,7 +248,7 @@ def test_a_rank_that_fails_after_its_result_fails_the_job(tmp_path: Path) -> Non
 
         if ctx.rank == 1:
             tpcore.checkpoint.write.save.write_tensors = full
-        tpcore.checkpoint.save({"model": {"w": torch.ones(3)}}, tmp_path / "saved", async_save=True)
+        tpcore.checkpoint.save({"model": {"w": torch.ones(3)}}, tmp_path / "saved", background=True)
         return "saved"
 
     with pytest.raises(CheckpointError, match=r"the save in the background failed: .*No space left"):

@@ -204,7 +204,7 @@ def test_each_dp_rank_writes_its_share_and_gathers_one_tensor_at_a_time(
     gc.collect()
     gc.freeze()  # millions of objects of other tests, which would be looked through each time
 
-    write_wide(tmp_path / "c", Mesh({"dp": 2, "tp": 2}), torch.float32, 1, async_save=background)
+    write_wide(tmp_path / "c", Mesh({"dp": 2, "tp": 2}), torch.float32, 1, background=background)
     # in all: two tp ranks' 12 moments once, and one or two under way on each of four ranks; not 12 on each.
     # A save in the background copies the 6 weights of two ranks too
     assert max(alive) - min(alive) <= 2 * 12 + 2 * 4 + (12 if background else 0)
@@ -383,7 +383,7 @@ def test_a_save_in_the_background_holds_the_values_of_its_call(ctx: ParallelCont
     """At dp=1 the gathered values are the optimizer's own memory, which the next step changes."""
     model, optimizer = stepped(torch.float32, 1)
     want = [t.clone() for t in tensors_of(optimizer)]
-    started = Save({"optimizer": optimizer}, tmp_path / "c", Options(async_save=True))
+    started = Save({"optimizer": optimizer}, tmp_path / "c", Options(background=True))
     stepped(torch.float32, 1, (model, optimizer))
     started.put_together([started.write()])
     started.close()

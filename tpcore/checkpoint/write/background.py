@@ -110,9 +110,9 @@ def _bytes_in(folder: str) -> int:
     return 0
 
 
-def save_in_background(state: dict[Any, Any], save_dir: str | os.PathLike[str], options: Options) -> None:
+def save_in_background(state: dict[Any, Any], path: str | os.PathLike[str], options: Options) -> None:
     """Start a save, and return when ``state`` is copied to host memory. Collective. The previous one must be over."""
-    save = Save(state, save_dir, options)
+    save = Save(state, path, options)
     running = None
     try:
         with together(save.ctx):  # so that no rank waits for a part whose save has not started

@@ -12,6 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from ...comm.comm import Comm
 from ...errors import CheckpointError
 from ...layout.layout import Layout
@@ -31,10 +33,10 @@ Tables = Mapping[str, Mapping[str, tuple[str, bool]]]
 class Options:
     """Those of ``tpcore.checkpoint.save``."""
 
-    async_save: bool = False
-    save_serially: bool = False
-    master_dp_only: bool = True
-    down_cast_bf16: bool = False
+    background: bool = False
+    in_turn: bool = False
+    share_writes: bool = False
+    dtype: torch.dtype | None = None
     keep_last: int | None = None  # of rank 0
 
     def __str__(self) -> str:
@@ -88,7 +90,7 @@ def put_in_place(staging: Staging, save_id: str, mesh: Mapping[str, int], files:
 class Save:
     """One save on one rank. The constructor is collective; ``write`` may run in a thread of its own."""
 
-    def __init__(self, state: dict[Any, Any], save_dir: str | os.PathLike[str], options: Options) -> None:
+    def __init__(self, state: dict[Any, Any], path: str | os.PathLike[str], options: Options) -> None:
         self.ctx, self.options = current(), options
         ctx = self.ctx
         # on all ranks, also those that write nothing: pending computations may need them
@@ -103,12 +105,12 @@ class Save:
         if self._part is not None:
             self._part.gather(self._files)
         with together(ctx):
-            if options.async_save:
+            if options.background:
                 self._files = on_host(self._files)
         # rank 0's path counts: a relative path may differ between ranks
         at = ctx.mesh.coords(ctx.rank)
         tables: Tables = {} if self._part is None else _outline(self._part, at.get("pp", 0), at.get("tp", 0))
-        request = [uuid.uuid4().hex, os.path.realpath(save_dir), str(options), _digests_of(tables)]
+        request = [uuid.uuid4().hex, os.path.realpath(path), str(options), _digests_of(tables)]
         ids, targets, every, digests = zip(*gather(request, ctx.world), strict=True)
         self.save_id, self.target = ids[0], targets[0]
         text = "ranks save in different ways: rank 0 with {}, rank {} with {}"
@@ -121,12 +123,11 @@ class Save:
 
     def _prepare(self, state: dict[Any, Any]) -> None:
         (state, cut_of, gather), options, ep = resolve(state, self.ctx), self.options, self.ctx.over_axis("ep")
-        self._shared = self._dp[1] > 1 and (not options.master_dp_only or bool(gather) or ep is not None)
+        self._shared = self._dp[1] > 1 and (options.share_writes or bool(gather) or ep is not None)
         if not (self._first or self._shared):
             return
-        memory_of, narrow = self.ctx.backend.memory_of, options.down_cast_bf16
-        self._part = Part(state, cut_of, memory_of, gather=gather, ep=ep, down_cast_bf16=narrow)
-        self._files = self._part.share(*(self._dp if self._shared else (0, 1)), all_of_it=not options.master_dp_only)
+        self._part = Part(state, cut_of, self.ctx.backend.memory_of, gather=gather, ep=ep, dtype=options.dtype)
+        self._files = self._part.share(*(self._dp if self._shared else (0, 1)), all_of_it=options.share_writes)
 
     def name_of(self, rank: int) -> str:
         at = self.ctx.mesh.coords(rank)
@@ -173,13 +174,13 @@ class Save:
             staging.close()
 
 
-def write_checkpoint(state: dict[Any, Any], save_dir: str | os.PathLike[str], options: Options) -> None:
-    """Write ``state`` as the checkpoint ``save_dir``, each tp rank its part. Collective over the world. If a rank
+def write_checkpoint(state: dict[Any, Any], path: str | os.PathLike[str], options: Options) -> None:
+    """Write ``state`` as the checkpoint ``path``, each tp rank its part. Collective over the world. If a rank
     fails, all ranks raise an error, and the previous checkpoint stays."""
-    save = Save(state, save_dir, options)
+    save = Save(state, path, options)
     ctx, report = save.ctx, b"null"
     try:
-        for turn in range(ctx.mesh.size) if options.save_serially else (ctx.rank,):
+        for turn in range(ctx.mesh.size) if options.in_turn else (ctx.rank,):
             with together(ctx):
                 if turn == ctx.rank:
                     report = save.write()

@@ -80,12 +80,12 @@ class Part:
         *,
         gather: Gather | None = None,
         ep: Comm | None = None,
-        down_cast_bf16: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> None:
         if not isinstance(state, dict):
             example, what = '{"model": model.state_dict()}', type(state).__name__
             raise ValueError(f"save(state, path) takes a dict as its state, such as {example}, not a {what}")
-        self._cut_of, self._memory_of, self._down_cast = cut_of, memory_of, down_cast_bf16
+        self._cut_of, self._memory_of, self._dtype = cut_of, memory_of, dtype
         self._places: dict[Any, dict[str, Any]] = {}
         self._gather, self._ep = gather or {}, ep
         self.files: dict[str, dict[str, StateTensor]] = defaultdict(dict)
@@ -107,8 +107,8 @@ class Part:
             raise ValueError(f"cannot save {where}: it is on the meta device and has no values")
         cut = self._cut_of(t, where)
         # tensors without dims count steps, and bfloat16 counts only to 256
-        narrow = self._down_cast and t.dtype == torch.float32 and t.ndim > 0
-        writer = partial(self._writer, t, cut, torch.bfloat16 if narrow else None)
+        narrow = t.dtype == torch.float32 and t.ndim > 0
+        writer = partial(self._writer, t, cut, self._dtype if narrow else None)
         return self._placed((self._memory_of(t), cut), path, writer)
 
     def _placed(self, key: object, path: Path, writer: Callable[[], Any]) -> dict[str, Any]:

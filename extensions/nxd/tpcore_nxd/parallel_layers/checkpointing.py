@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import torch
+
 from tpcore import checkpoint as files
 
 __all__ = ["load", "save"]
@@ -20,6 +22,7 @@ def save(
     down_cast_bf16: bool = False,
     master_dp_only: bool = True,
     *,
+    async_save: bool = False,
     checkpoint: dict[Any, Any] | None = None,
     output_dir: StrPath | None = None,
     **options: Any,
@@ -30,8 +33,10 @@ def save(
     where = either("save_dir", save_dir, "output_dir", output_dir)
     if save_xser:
         raise ValueError("save_xser=True is for a format of torch_xla: leave it out, tensors are streamed in any case")
-    options |= {"down_cast_bf16": down_cast_bf16, "master_dp_only": master_dp_only}
-    files.save(state, where, save_serially, **options)
+    if async_save and save_serially:
+        raise ValueError("async_save and save_serially: a save in the background keeps no order of ranks")
+    options |= {"background": async_save, "in_turn": save_serially, "share_writes": not master_dp_only}
+    files.save(state, where, dtype=torch.bfloat16 if down_cast_bf16 else None, **options)
 
 
 def load(
@@ -61,7 +66,7 @@ def load(
     if model is not None and model_or_optimizer is not None:
         raise ValueError("model and model_or_optimizer are two names of one argument: give one")
     target = model_or_optimizer if model is None else model
-    return files.load(where, target, model_key, sharded, strict, **options)
+    return files.load(where, target, model_key=model_key, sharded=sharded, strict=strict, **options)
 
 
 def either(name: str, value: Any, other_name: str, other: Any) -> Any:

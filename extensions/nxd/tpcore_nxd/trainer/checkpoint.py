@@ -48,7 +48,7 @@ def save_checkpoint(
         state["optimizer"] = _named(optimizer, model)
     where = os.path.join(os.fspath(checkpoint_dir_str), str(tag))
     keep = num_kept_ckpts if num_kept_ckpts is not None and num_kept_ckpts > 0 else None
-    checkpoint.save(state, where, async_save=async_save, keep_last=keep)
+    checkpoint.save(state, where, background=async_save, keep_last=keep)
 
 
 def load_checkpoint(

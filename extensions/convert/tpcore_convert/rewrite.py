@@ -165,12 +165,13 @@ def _copy_model_files(src: str, stage: str, out: str, config: str) -> list[str]:
 
 
 @contextmanager
-def _beside(target: str) -> Iterator[str]:
-    """A path to write at, which is then renamed to ``target``; if that is a directory, the files are moved there, the
-    index last. What killed processes have left there goes."""
+def replacement(target: str) -> Iterator[str]:
+    """A path to write at, which is then renamed to ``target``; of a directory, which may be a file system of its own,
+    it is inside, and the files are moved there, the index last. What killed processes have left there goes."""
     parent, name = os.path.split(target)
     make_dirs(parent)
-    with naming("write in", parent), OwnedDirectory(f".{name}.writing-", parent) as folder:
+    prefix, home = (".writing-", target) if os.path.isdir(target) else (f".{name}.writing-", parent)
+    with naming("write in", home), OwnedDirectory(prefix, home) as folder:
         new = os.path.join(folder, "new")
         yield new
         with naming("put in place", target):
@@ -194,9 +195,8 @@ def _new_files(out: str) -> Iterator[str]:
     for other in sorted(names):
         if other.startswith(("model.", "model-", "pytorch_model")):
             raise CheckpointError(f"{os.path.join(out, other)} is there already: give another directory")
-    with _beside(out) as stage:
-        with naming("make the directory", stage):
-            os.mkdir(stage)
+    with replacement(out) as stage:
+        os.mkdir(stage)
         yield stage
 
 
@@ -294,7 +294,7 @@ def convert(
         if os.path.lexists(target):
             raise CheckpointError(f"{target} is there already: give another name")
         tensors, ties = once(tensors_of(source, rules), source.path)
-        with _beside(target) as temporary:
+        with replacement(target) as temporary:
             progress.start(sum(map(nbytes_of, tensors.values())))
             write_tensors(temporary, tensors, {"format": "pt", **ties}, progress, summed=False)
     return [os.path.basename(target)]

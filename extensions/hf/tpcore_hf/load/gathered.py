@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import re
-import shutil
-import tempfile
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,13 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tpcore import checkpoint
-from tpcore.checkpoint.storage.files import make_dirs, naming, sync_dir
-from tpcore.checkpoint.storage.tensorfile import order_of
+from tpcore.checkpoint.storage.files import naming, sync_dir
+from tpcore.checkpoint.storage.tensorfile import dtype_name, dtype_of, order_of
 from tpcore.layers.sharding import sharding
-from tpcore.runtime.consensus import together
+from tpcore.runtime.consensus import gather, together
 from tpcore.runtime.context import current
-from tpcore_convert.rewrite import consolidate, divided, write_weights
+from tpcore_convert.rewrite import divided, replacement, write_weights
 
 from .names import Split, in_files
 
@@ -51,16 +49,23 @@ def whole(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Gathered:
-    """A tensor that is gathered when it is written, which adds its id to ``done``."""
+    """A tensor that is gathered when it is written, which adds its name to ``done``. ``stage``: the first that has it;
+    ``tensor`` is None on stages without it."""
 
-    tensor: Tensor
+    name: str
+    tensor: Tensor | None
     shape: tuple[int, ...]
     dtype: torch.dtype
-    done: set[int]
+    stage: int
+    done: set[str]
 
     def pieces(self) -> Iterator[Tensor]:
-        self.done.add(id(self.tensor))
-        yield whole(self.tensor)
+        self.done.add(self.name)
+        full = torch.empty(self.shape, dtype=self.dtype) if self.tensor is None else whole(self.tensor)
+        if self.stage:  # rank 0, which writes, is of the first
+            ctx = current()
+            full = ctx.comm("pp").broadcast(full.to(ctx.device), self.stage).cpu()
+        yield full
 
 
 Written = Gathered | Split[Gathered]
@@ -76,10 +81,10 @@ def save_whole(
 ) -> None:
     """``model.save_pretrained`` of a cut model: the whole model, in transformers' own names and layout.
 
-    Tensors are gathered one by one, but for those of stages, which are on disk twice meanwhile, beside the model that
-    was there. Rank 0 writes them, in files of at most ``max_shard_size``, with an index if there are several.
-    Collective over the world. Raises CheckpointError on every rank if a file cannot be written. A ``state_dict`` must
-    be whole already: transformers writes it, on rank 0, and the other ranks need not call.
+    Tensors are gathered one by one. Rank 0 writes them, in files of at most ``max_shard_size``, with an index if there
+    are several, and then puts them in place. Collective over the world. Raises CheckpointError on every rank if a file
+    cannot be written. A ``state_dict`` must be whole already: transformers writes it, on rank 0, and the other ranks
+    need not call.
     """
     ctx = current()
     if state_dict is not None:
@@ -93,12 +98,10 @@ def save_whole(
             f"save_pretrained of a sharded model does not take {', '.join(f'{n}={options[n]!r}' for n in others)}: it "
             "writes safetensors into a directory, which from_pretrained opens whole"
         )
-    out, done = os.path.realpath(save_directory), set[int]()
-    if ctx.mesh.axes.get("pp", 1) > 1:
-        _save_stages(model, out, bytes_of(max_shard_size))
-        return
+    out, done = os.path.realpath(save_directory), set[str]()
+    entries = _entries(model, done)
     with together(ctx):
-        files = divided(_stored(model, done), bytes_of(max_shard_size))
+        files = divided(in_files(model, entries), bytes_of(max_shard_size))
     error: Exception | None = None
     if ctx.rank == 0:
         try:
@@ -108,46 +111,30 @@ def save_whole(
     for group in files.values():
         for name in order_of(group):
             entry = group[name]
-            tensor = (entry.source if isinstance(entry, Split) else entry).tensor
-            if id(tensor) not in done:
-                done.add(id(tensor))
-                whole(tensor)
+            gathered = entry.source if isinstance(entry, Split) else entry
+            if gathered.name not in done:
+                deque(gathered.pieces(), maxlen=0)
     with together(ctx):
         if error is not None:
             raise error
 
 
-def _save_stages(model: Any, out: str, largest: int) -> None:
-    """Each rank writes its part, and rank 0 makes one model of them."""
-    ctx, parts = current(), os.path.join(out, ".stages")
-    new = os.path.join(parts, "whole")  # until it is complete, what is there stays
-    try:
-        checkpoint.save(model.state_dict(), parts)
-        with together(ctx):
-            if ctx.rank == 0:
-                names = [name for name in consolidate(parts, new, max_shard_size=largest) if _STALE.fullmatch(name)]
-                with naming("put in place", out):
-                    for name in names:
-                        os.replace(os.path.join(new, name), os.path.join(out, name))
-                    drop_weights(out, names)
-                    save_configuration(model, out)
-                sync_dir(out)
-    finally:
-        if ctx.rank == 0:
-            shutil.rmtree(parts, ignore_errors=True)
-
-
-def _stored(model: Any, done: set[int]) -> dict[str, Written]:
-    """The tensors to write, by name in files: each once, under the name that its tied names refer to."""
+def _entries(model: Any, done: set[str]) -> dict[str, Gathered]:
+    """The tensors of all stages, each once, under the name that its tied names refer to. Collective over stages."""
     targets, ignored = set(getattr(model, "all_tied_weights_keys", {})), model._keys_to_ignore_on_save or ()
     state = model.state_dict(keep_vars=True)
     sources = {id(t) for name, t in state.items() if name not in targets}
-    entries: dict[int, tuple[str, Gathered]] = {}
+    names: dict[int, str] = {}
     for name, t in state.items():
         if name not in ignored and not (name in targets and id(t) in sources):
-            shape = tuple(t.shape) if (mark := sharding(t)) is None else mark.layout.shape
-            entries.setdefault(id(t), (name, Gathered(t, shape, t.dtype, done)))
-    return in_files(model, dict(entries.values()))
+            names.setdefault(id(t), name)
+    marks = {name: sharding(state[name]) for name in names.values()}
+    here = {n: (state[n].shape if m is None else m.layout.shape, dtype_name(state[n].dtype)) for n, m in marks.items()}
+    ctx, entries = current(), dict[str, Gathered]()
+    for stage, there in enumerate(gather(here, ctx.comm("pp")) if ctx.mesh.axes.get("pp", 1) > 1 else [here]):
+        for name, (shape, dtype) in there.items():
+            entries.setdefault(name, Gathered(name, state.get(name), tuple(shape), dtype_of(dtype), stage, done))
+    return entries
 
 
 def bytes_of(size: int | str) -> int:
@@ -161,14 +148,12 @@ def bytes_of(size: int | str) -> int:
 
 
 def _write(model: Any, out: str, files: Mapping[str, Mapping[str, Written]]) -> None:
-    make_dirs(out)
-    # inside of the directory: what is beside it may be another file system
-    with naming("put in place", out), tempfile.TemporaryDirectory(prefix=".writing-", dir=out) as stage:
-        names = write_weights(stage, files, {})
-        for name in names:
-            os.replace(os.path.join(stage, name), os.path.join(out, name))
+    with replacement(out) as folder:
+        os.mkdir(folder)
+        names = write_weights(folder, files, {})
+        save_configuration(model, folder)
+    with naming("put in place", out):
         drop_weights(out, names)
-        save_configuration(model, out)
     sync_dir(out)
 
 

@@ -287,6 +287,16 @@ def test_arguments_that_would_be_ignored(ctx: ParallelContext, tmp_path: Path) -
     assert os.listdir(tmp_path) == []
 
 
+@each_rank(dp=2, tp=1)
+def test_options_of_save_mean_what_they_mean_in_nxd(ctx: ParallelContext, tmp_path: Path) -> None:
+    state = {"model": {"w": torch.ones(3), "v": torch.ones(4)}}
+    for options, files in (({}, 1), ({"master_dp_only": False, "down_cast_bf16": True, "save_serially": True}, 2)):
+        pl.save(state, str(tmp_path / str(files)), async_save=files == 1, **options)
+        saved = pl.load(str(tmp_path / str(files)))["model"]  # waits for it
+        assert len([*(tmp_path / str(files)).glob("tp_rank_0/*.safetensors")]) == files
+        assert saved["w"].dtype == (torch.bfloat16 if options else torch.float32)
+
+
 # -- mappings: those of tpcore.comm.mappings, whose values and gradients test_ops.py compares with torch ---------------
 Case = tuple[str, dict[str, Any], Callable[..., Tensor], int]  # the name there, its function and dim here
 CASES: list[Case] = [

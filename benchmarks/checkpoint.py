@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import tpcore
 from tpcore import checkpoint
-from tpcore.checkpoint.read.source import CutRule
+from tpcore.checkpoint.read.source import ShardRule
 from tpcore_convert.rewrite import consolidate, reshard
 
 from .harness import TP, Contestant, Race, check_equal, conditions, peak_bytes, race, say, start, table, touch
@@ -93,7 +93,7 @@ class Run:
             save_file(state, whole)
             torch.save(state, self.home / "whole.pt")
             dcp.save(state, checkpoint_id=dcp_dir, no_dist=True)
-            rules = [CutRule(name, dim_of(name)) for name in self.params]
+            rules = [ShardRule(name, dim_of(name)) for name in self.params]
             reshard(whole, ours, TP, rules=rules)
         dist.barrier()
         with safe_open(whole, "pt") as f:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import tpcore
 from tpcore import Block, ShardSpec
 from tpcore.checkpoint.forms.source import Reading
-from tpcore.checkpoint.read.source import CutRule, opened, part, tensors_of
+from tpcore.checkpoint.read.source import ShardRule, opened, part, tensors_of
 
 
 class Net(nn.Module):
@@ -44,7 +44,7 @@ SPECS = {
 }
 WANTED = {name: (spec, torch.float32) for name, spec in SPECS.items()}
 """What ``read_shards`` takes for a net."""
-RULES = [CutRule("up.*", 0), CutRule("down.weight", 1), CutRule("gate_up.weight", 0, 2)]
+RULES = [ShardRule("up.*", 0), ShardRule("down.weight", 1), ShardRule("gate_up.weight", 0, 2)]
 
 
 def full() -> dict[str, Tensor]:
@@ -68,7 +68,7 @@ class Bomb:
         return os.mkdir, ("exploded",)
 
 
-def values(path: Path, rules: Sequence[CutRule] = (), tp: int | None = None, **how: Any) -> dict[str, Tensor]:
+def values(path: Path, rules: Sequence[ShardRule] = (), tp: int | None = None, **how: Any) -> dict[str, Tensor]:
     """The unsharded tensors of the model in a checkpoint of any form, which is of ``tp`` ranks."""
     with opened(path, Reading(**how), rules) as source:
         assert tp in (None, source.tp)

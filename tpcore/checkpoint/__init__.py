@@ -14,7 +14,7 @@ from ..runtime.context import current
 from .forms.registry import open_source
 from .forms.source import Reading
 from .manifest import newest
-from .read.model import Loading
+from .read.load import Loading
 from .read.source import StrPath
 from .storage.files import naming
 from .write.background import save_in_background, wait
@@ -104,8 +104,8 @@ def load(
     with ExitStack() as stack:
         with together(ctx), naming("load", path):
             source = open_source(path, Reading(model_key, trust, quiet=ctx.rank > 0), stack, sharded=sharded)
-            loading = Loading(ctx, source, strict=strict, sharded=sharded)
-            loading.compare(module, target, key)
+            loading = Loading(ctx, source, module, target, key, strict=strict, sharded=sharded)
+            loading.compare()
         return loading.run()
 
 

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from ..errors import CheckpointError
@@ -41,7 +42,7 @@ class Manifest:
     def degrees(self) -> tuple[int, int]:
         return self.mesh.get("tp", 1), self.mesh.get("pp", 1)
 
-    @property
+    @cached_property
     def rank_dirs(self) -> list[str]:
         tp, pp = self.degrees
         return [rank_dir(t, p, pp) for t in range(tp) for p in range(pp)]

@@ -1,10 +1,11 @@
-"""One tensor in a checkpoint, its cut, and the reads that make this rank's shard of it."""
+"""One tensor in a checkpoint, its layout, and the reads that make this rank's shard of it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, Protocol
 
 import torch
@@ -63,8 +64,8 @@ class MemoryShard:
         out.copy_(narrowed(self.tensor, starts, out.shape))
 
 
-Cut = Layout | Literal["unknown"] | None
-"""The cut of a stored tensor. None: not recorded, so the tensor is uncut if it is the same on all ranks."""
+LayoutOnRecord = Layout | Literal["unknown"] | None
+"""The layout of a stored tensor. None: not recorded, so that it is not sharded if it is the same on all ranks."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,48 +73,51 @@ class Stored:
     """A tensor in shards, one for each rank of ``mesh``. ``position``: this rank's shard, if the degree is the same."""
 
     where: str
-    cut: Cut
+    layout: LayoutOnRecord
     mesh: Mesh
     position: int | None
     shard: Callable[[int], Shard]  # opens it on demand: usually a rank needs only its own
 
     @classmethod
     def over_tp(
-        cls, where: str, cut: ShardSpec | None, m: int, tp_rank: int | None, shard: Callable[[int], Shard]
+        cls, where: str, spec: ShardSpec | None, m: int, tp_rank: int | None, shard: Callable[[int], Shard]
     ) -> Stored:
         """A tensor in shards of ``m`` tp ranks, for forms without other axes."""
-        return cls(where, None if cut is None else Layout.of(cut, "tp"), Mesh({"tp": m}), tp_rank, shard)
+        return cls(where, None if spec is None else Layout.of(spec, "tp"), Mesh({"tp": m}), tp_rank, shard)
 
-    @property
+    @cached_property
     def first(self) -> Shard:
         return self.shard(0 if self.position is None else self.position)
 
-    @property
+    @cached_property
     def dtype(self) -> torch.dtype:
         return self.first.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The unsharded shape if the cut is recorded, otherwise the shape of a shard."""
-        return self.cut.shape if isinstance(self.cut, Layout) else self.first.shape
+        """The unsharded shape if the layout is recorded, otherwise the shape of a shard."""
+        return self.layout.shape if isinstance(self.layout, Layout) else self.first.shape
 
     def kept(self, want: Layout | None, mesh: Mesh) -> bool:
         """Whether this rank's stored shard is already its part of layout ``want`` on ``mesh``."""
-        if self.position is None or any(mesh.axes.get(a, 1) != n for a, n in self.mesh.axes.items()):
+        if self.position is None:
             return False
-        if want is None or self.cut == want:
+        for axis, n in self.mesh.axes.items():
+            if mesh.axes.get(axis, 1) != n:
+                return False
+        if want is None or self.layout == want:
             return True
-        return not isinstance(self.cut, Layout) and self.first.shape == want.local_shape(mesh)
+        return not isinstance(self.layout, Layout) and self.first.shape == want.local_shape(mesh)
 
     def bound(self) -> str | None:
         """Why it can be loaded only at the degree of the save, or None if at any degree."""
-        if isinstance(self.cut, Layout):
+        if isinstance(self.layout, Layout):
             return None
-        if self.cut is None and self._alike():
+        if self.layout is None and self._alike():
             return None
         why = (
             "its optimizer was saved without the model, or not made from model.named_parameters()"
-            if self.cut == "unknown"
+            if self.layout == "unknown"
             else "the ranks hold different values, and nothing says how they are cut: a model's own state_dict() "
             "knows, and the command line takes --cut"
         )
@@ -126,10 +130,10 @@ class Stored:
             return all(isinstance(s, MemoryShard) and torch.equal(first.tensor, s.tensor) for s in others)
         return len({(s.shape, s.dtype, s.crc32 if isinstance(s, FileTensor) else None) for s in (first, *others)}) == 1
 
-    def layout(self) -> Layout:
-        """That of its cut. CheckpointError if the cut is unknown."""
-        if isinstance(self.cut, Layout):
-            return self.cut
+    def known_layout(self) -> Layout:
+        """CheckpointError if it is not known."""
+        if isinstance(self.layout, Layout):
+            return self.layout
         if (why := self.bound()) is not None:
             raise CheckpointError(why)
         return Layout(self.first.shape)
@@ -140,7 +144,7 @@ class Stored:
         if self.kept(want, mesh):
             nothing, shape = (0,) * len(self.first.shape), self.first.shape
             return ReadPlan(self, shape, [(self.first, Region(0, nothing, nothing, shape))])
-        layout = self.layout()
+        layout = self.known_layout()
         want = want or layout
         try:
             shape = want.local_shape(mesh)
@@ -163,8 +167,8 @@ class ReadPlan:
         return self.stored.dtype
 
     @property
-    def cut(self) -> Cut:
-        return self.stored.cut
+    def layout(self) -> LayoutOnRecord:
+        return self.stored.layout
 
     def verify(self, *, in_part: bool = False) -> None:
         """Compare the checksums of shards that are read whole, or of those that are read in part."""
@@ -181,10 +185,13 @@ class ReadPlan:
             copies = [(shard, region) for shard, region in every if 0 not in region.size]
         out = out.detach()
         # pinned, so that the next tensor is read while this one is on its way; torch keeps the memory until then
-        pinned = _takes_pinned(out.device)
+        pinned = out.device.type != "cpu" and _takes_pinned(out.device)
         direct = out if out.device.type == "cpu" else torch.empty(out.shape, dtype=out.dtype, pin_memory=pinned)
         with torch.no_grad():
-            if sum(math.prod(region.size) for _, region in copies) < out.numel():
+            if copies and copies[0][1].size == out.shape:  # all of it
+                (shard, region), *copies = copies
+                shard.read(region.src_start, direct, check)
+            elif sum(math.prod(region.size) for _, region in copies) < out.numel():
                 direct.zero_()
             for shard, region in copies:
                 shard.read(region.src_start, narrowed(direct, region.dst_start, region.size), check)
@@ -222,7 +229,7 @@ class ReadPlan:
 
 def _takes_pinned(device: torch.device) -> bool:
     """Whether copies from pinned memory to ``device`` go on beside other work: to torch's own accelerators."""
-    if device.type == "cpu" or not torch.accelerator.is_available():  # torch 2.6 names an accelerator only where one is
+    if not torch.accelerator.is_available():  # torch 2.6 names an accelerator only where one is
         return False
     accelerator = torch.accelerator.current_accelerator()
     return accelerator is not None and accelerator.type == device.type

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
-from .storage.files import damage
+from .storage.files import MALFORMED
 from .storage.tensorfile import dtype_name, dtype_of
 from .stored import ReadPlan
 
@@ -56,7 +56,13 @@ def encode(value: Any, leaf: Callable[[Any, Path], Any], path: Path = ()) -> Any
         items = [encode(item, leaf, (*path, i)) for i, item in enumerate(value)]
         return items if kind is list else {TAG: "tuple", "items": items}
     if kind in _DICTS.values():
-        return _encode_dict(value, leaf, path)
+        items = []
+        for key, item in value.items():
+            if isinstance(key, Tensor):
+                raise ValueError(f"cannot save {dotted(path)}: a tensor is a key of it")
+            at = (*path, key)
+            items.append((key if type(key) is str else encode(key, leaf, at), encode(item, leaf, at)))
+        return _tagged(value, items, leaf, path)
     raise ValueError(f"cannot save {dotted(path)}: {kind.__module__}.{kind.__qualname__}{_remedy(value)}")
 
 
@@ -68,12 +74,7 @@ def _remedy(value: Any) -> str:
     return "; a checkpoint holds tensors, numbers, strings, None, and lists, tuples and dicts of these"
 
 
-def _encode_dict(value: dict[Any, Any], leaf: Callable[[Any, Path], Any], path: Path) -> Any:
-    items = []
-    for key, item in value.items():
-        if isinstance(key, Tensor):
-            raise ValueError(f"cannot save {dotted(path)}: a tensor is a key of it")
-        items.append((encode(key, leaf, (*path, key)), encode(item, leaf, (*path, key))))
+def _tagged(value: dict[Any, Any], items: list[Any], leaf: Callable[[Any, Path], Any], path: Path) -> Any:
     if type(value) is dict and TAG not in value and all(type(key) is str for key in value):
         return dict(items)
     out = {TAG: type(value).__name__, "items": [list(item) for item in items]}
@@ -93,9 +94,17 @@ def decode(tree: Any, path: Path = ()) -> Any:
     if isinstance(tree, list):
         return [decode(item, (*path, i)) for i, item in enumerate(tree)]
     tag = tree.get(TAG)
-    with damage(f"an entry tagged {tag!r}"):
-        if tag is None:
-            return {key: decode(item, (*path, key)) for key, item in tree.items()}
+    try:
+        if tag is None or tag in _DICTS:
+            out = _DICTS[tag or "dict"]()
+            for encoded, item in tree["items"] if tag else tree.items():
+                key = decode(encoded, (*path, "a key")) if isinstance(encoded, dict | list) else encoded
+                if isinstance(key, Leaf):
+                    raise CheckpointError("a tensor is a key of a dict")
+                out[key] = decode(item, (*path, key)) if isinstance(item, dict | list) else item
+            if tag and tree.get("metadata") is not None:
+                out._metadata = decode(tree["metadata"], (*path, "_metadata"))  # type: ignore[attr-defined]
+            return out
         if tag == "tensor":
             return Leaf(str(tree["file"]), str(tree["name"]))
         if tag == "tuple":
@@ -104,16 +113,8 @@ def decode(tree: Any, path: Path = ()) -> Any:
             return float(tree["value"])
         if tag == "dtype":
             return dtype_of(tree["value"])
-        if tag in _DICTS:
-            out = _DICTS[tag]()
-            for encoded, item in tree["items"]:
-                key = decode(encoded, (*path, "a key"))
-                if isinstance(key, Leaf):
-                    raise CheckpointError("a tensor is a key of a dict")
-                out[key] = decode(item, (*path, key))
-            if tree.get("metadata") is not None:
-                out._metadata = decode(tree["metadata"], (*path, "_metadata"))  # type: ignore[attr-defined]
-            return out
+    except MALFORMED as e:
+        raise CheckpointError(f"an entry tagged {tag!r} is damaged: {type(e).__name__}: {e}") from e
     raise CheckpointError(f"unknown tag {tag!r}: written by a newer tpcore?")
 
 
@@ -127,7 +128,8 @@ def filled(value: Any, kind: type[T], fill: Callable[[T, Path], Any], path: Path
         return value
     out = type(value)()
     for key, item in value.items():
-        out[key] = filled(item, kind, fill, (*path, key))
+        at = (*path, key)
+        out[key] = fill(item, at) if isinstance(item, kind) else filled(item, kind, fill, at)
     if hasattr(value, "_metadata"):
         out._metadata = value._metadata  # type: ignore[attr-defined]
     return out

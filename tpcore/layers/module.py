@@ -13,7 +13,7 @@ from ..layout.layout import Layout, Slot
 from ..layout.shard import ShardSpec
 from ..runtime.context import current
 from .initial import Init
-from .sharding import Sharding, stamp
+from .sharding import Sharding, stamp, stamped
 
 Device = torch.device | str | None
 
@@ -175,7 +175,8 @@ class ParallelModule(nn.Module):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name in self.shard_specs:
-            if prefix + name in destination:
+            # with ``keep_vars`` the parameter itself, which has its stamp, unless torch has swapped its contents
+            if prefix + name in destination and not (keep_vars and stamped(destination[prefix + name])):
                 self.stamp(destination[prefix + name], name)
 
     @property

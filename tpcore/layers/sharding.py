@@ -59,7 +59,7 @@ class Sharding:
         """This rank's part of the ``whole``."""
         return self.layout.shard(whole, self.ctx.rank, self.ctx.mesh)
 
-    @property
+    @cached_property
     def local_shape(self) -> tuple[int, ...]:
         return self.layout.local_shape(self.ctx.mesh)
 

@@ -59,13 +59,15 @@ class ShardSpec:
             raise ValueError(f"cannot cut dim {self.dim} of a tensor of shape {self.shape}")
         if not self.blocks:
             object.__setattr__(self, "blocks", (Block(self.shape[self.dim]),))
-        if sum(b.size for b in self.blocks) != self.shape[self.dim]:
-            raise ValueError(f"blocks {self.blocks} do not add up to dim {self.dim} of {self.shape}")
+        left = self.shape[self.dim]
         for b in self.blocks:
+            left -= b.size
             if b.unit < 1 or b.size < 0:
                 raise ValueError(f"{b} has no size or no unit that a cut can have")
             if b.size % b.unit:
                 raise ValueError(f"{b} is not a whole number of units")
+        if left:
+            raise ValueError(f"blocks {self.blocks} do not add up to dim {self.dim} of {self.shape}")
 
     @classmethod
     def strided(cls, shape: tuple[int, ...], dim: int, stride: int = 1) -> ShardSpec:
@@ -168,8 +170,8 @@ class ShardSpec:
     def from_json(cls, data: dict[str, Any]) -> ShardSpec:
         if len(data["blocks"]) > _MOST_BLOCKS:
             raise ValueError(f"{len(data['blocks'])} blocks: a tensor has {_MOST_BLOCKS} at most")
-        blocks = tuple(Block(int(size), int(unit), bool(rep)) for size, unit, rep in data["blocks"])
-        return cls(tuple(int(s) for s in data["shape"]), data["dim"], blocks)
+        blocks = tuple([Block(int(size), int(unit), bool(rep)) for size, unit, rep in data["blocks"]])
+        return cls(tuple(map(int, data["shape"])), data["dim"], blocks)
 
     def __str__(self) -> str:
         size = "x".join(map(str, self.shape)) or "scalar"

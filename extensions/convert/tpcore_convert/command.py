@@ -37,14 +37,14 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 def _reading(model_key: str, cut: list[str] | None, trust: bool) -> dict[str, Any]:
     """The arguments ``rules`` and ``how`` of the offline functions."""
     from tpcore.checkpoint.forms.source import Reading
-    from tpcore.checkpoint.read.source import CutRule
+    from tpcore.checkpoint.read.source import ShardRule
 
     rules = []
     for text in cut or ():
         match = re.fullmatch(r"(.+)=(\d+)(?::(\d+))?", text)
         if match is None or match[3] == "0":
             raise typer.BadParameter(f"--cut {text}: PATTERN=DIM or PATTERN=DIM:STRIDE")
-        rules.append(CutRule(match[1], int(match[2]), int(match[3] or 1)))
+        rules.append(ShardRule(match[1], int(match[2]), int(match[3] or 1)))
     return {"rules": rules, "how": Reading(model_key, trust)}
 
 

@@ -13,11 +13,11 @@ import torch
 from tpcore.checkpoint.forms.native import Native
 from tpcore.checkpoint.forms.pickles import unsound
 from tpcore.checkpoint.forms.source import Reading
-from tpcore.checkpoint.read.source import CutRule, StrPath, cuts_by, opened, part, tensors_of
+from tpcore.checkpoint.read.source import ShardRule, StrPath, opened, part, specs_by, tensors_of
 from tpcore.checkpoint.storage.files import CHUNK, MANIFEST, SILENT, Progress, crc32_of, naming
 from tpcore.checkpoint.storage.tensorfile import dtype_name, nbytes_of
 from tpcore.checkpoint.stored import Stored
-from tpcore.checkpoint.tree import Leaf, dotted, leaves
+from tpcore.checkpoint.tree import Leaf, leaves
 from tpcore.errors import CheckpointError
 from tpcore.layout.layout import Layout
 
@@ -42,7 +42,7 @@ class Inspected(NamedTuple):
     rows: list[TensorRow]
 
 
-def inspect(path: StrPath, *, rules: Sequence[CutRule] = (), how: Reading | None = None) -> Inspected:
+def inspect(path: StrPath, *, rules: Sequence[ShardRule] = (), how: Reading | None = None) -> Inspected:
     """The tensors in a checkpoint of any form. For tpcore's own form, including other entries' tensors."""
     with opened(path, how or Reading(), rules) as source:
         tensors = source.tensors() if isinstance(source, Native) else tensors_of(source, rules).items()
@@ -51,13 +51,13 @@ def inspect(path: StrPath, *, rules: Sequence[CutRule] = (), how: Reading | None
 
 def _row(name: str, stored: Stored) -> TensorRow:
     local = stored.first.shape
-    cut = str(stored.cut.spec).partition(" ")[2] if isinstance(stored.cut, Layout) else stored.cut
+    cut = str(stored.layout.spec).partition(" ")[2] if isinstance(stored.layout, Layout) else stored.layout
     if cut is None:
         cut = "same on all ranks" if stored.bound() is None else "unknown"
     padded = False
-    if isinstance(stored.cut, Layout) and stored.cut.cuts:
-        padded = stored.cut.padded(stored.mesh)
-        copies = sorted({share.copies for share in stored.cut.shares(stored.mesh)} - {1})
+    if isinstance(stored.layout, Layout) and stored.layout.cuts:
+        padded = stored.layout.padded(stored.mesh)
+        copies = sorted({share.copies for share in stored.layout.shares(stored.mesh)} - {1})
         cut += "".join(f", held by {n} ranks each" for n in copies)
     return TensorRow(name, stored.shape, dtype_name(stored.dtype), cut, local, nbytes_of(stored), padded)
 
@@ -72,7 +72,7 @@ class Difference(NamedTuple):
 
 
 def diff(
-    a: StrPath, b: StrPath, *, rules: Sequence[CutRule] = (), how: Reading | None = None, progress: Progress = SILENT
+    a: StrPath, b: StrPath, *, rules: Sequence[ShardRule] = (), how: Reading | None = None, progress: Progress = SILENT
 ) -> Iterator[Difference]:
     """Compare the models in two checkpoints of any form and degree. Yields one entry per differing tensor."""
     how = how or Reading()
@@ -119,7 +119,7 @@ def _furthest(x: torch.Tensor, y: torch.Tensor, absolute: float, relative: float
 
 
 def verify(
-    path: StrPath, *, rules: Sequence[CutRule] = (), how: Reading | None = None, progress: Progress = SILENT
+    path: StrPath, *, rules: Sequence[ShardRule] = (), how: Reading | None = None, progress: Progress = SILENT
 ) -> list[str]:
     """Error texts for all faults of a checkpoint: missing, surplus and damaged files and tensors."""
     try:
@@ -154,13 +154,13 @@ def _problems(source: Native, progress: Progress) -> Iterator[str]:
             yield str(e)
     for pp_rank, rank in product(range(source.pp), range(source.tp)):
         try:
-            stage = source.stage(pp_rank, rank, cuts_by(()))
+            stage = source.stage(pp_rank, rank, specs_by(()))
         except CheckpointError as e:
             yield str(e)
             continue
         for path, leaf in leaves(stage.state):
             try:
                 if isinstance(leaf, Leaf):
-                    stage.stored(leaf, dotted(path)).first.verify()
+                    stage.stored(leaf, path).first.verify()
             except CheckpointError as e:
                 yield str(e)

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from tpcore.checkpoint.forms.pickles import top_of
-from tpcore.checkpoint.forms.rank_files import Entries, Original, RankFiles, even_cut, grid
+from tpcore.checkpoint.forms.rank_files import Entries, Original, RankFiles, even_spec, grid
 from tpcore.checkpoint.forms.source import Form, Reading, Source, inside
 from tpcore.checkpoint.storage.files import damage, naming, read_file
 from tpcore.errors import CheckpointError
@@ -83,9 +83,9 @@ class MegatronShards(RankFiles):
         }
         return model, {key: value for key, value in top.items() if key not in _NOT_READ}
 
-    def cut(self, name: str, shape: tuple[int, ...], pp_rank: int) -> ShardSpec | None:
+    def spec(self, name: str, shape: tuple[int, ...], pp_rank: int) -> ShardSpec | None:
         dim = _DIMS.get(name.split(".")[-2]) if len(shape) == 2 else None
-        return None if dim is None else even_cut(shape, self.tp, dim)
+        return None if dim is None else even_spec(shape, self.tp, dim)
 
     def originals(self, states: Sequence[Mapping[str, Any]], pp_rank: int) -> tuple[list[Original], set[str]]:
         originals: list[Original] = []

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tpcore.checkpoint.forms.pickles import equal, top_of
-from tpcore.checkpoint.forms.rank_files import Original, PickledShards, even_cut, find
+from tpcore.checkpoint.forms.rank_files import Original, PickledShards, even_spec, find
 from tpcore.checkpoint.forms.source import Form, Reading, Source, inside
 from tpcore.checkpoint.storage.files import damage, loads, read_file
 from tpcore.errors import CheckpointError
@@ -182,11 +182,11 @@ class OptimumShards(PickledShards):
         self._recorded = recorded
         self.mixed = any(stage.transformations for stage in recorded)
 
-    def cut(self, name: str, shape: tuple[int, ...], pp_rank: int) -> ShardSpec | None:
+    def spec(self, name: str, shape: tuple[int, ...], pp_rank: int) -> ShardSpec | None:
         dim = self._recorded[pp_rank].dims.get(name)
         if dim is None and not any(name in stage.names for stage in self._recorded):
             dim = self._of_tied(name, pp_rank)
-        return None if dim is None else even_cut(shape, self.tp, dim)
+        return None if dim is None else even_spec(shape, self.tp, dim)
 
     def _of_tied(self, name: str, pp_rank: int) -> int | None:
         """The cut dim of a tensor that is recorded under another name, which has the same values on all ranks."""

@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import load_file
 
 from tpcore.checkpoint.forms.native import Native
-from tpcore.checkpoint.forms.source import Cuts, Reading, Source
+from tpcore.checkpoint.forms.source import Reading, Source, SpecOf
 from tpcore.checkpoint.forms.whole import INDEX
 from tpcore.checkpoint.manifest import FORMAT, rank_dir
-from tpcore.checkpoint.read.source import CutRule, StrPath, cuts_by, model_of, once, opened, part, tensors_of
+from tpcore.checkpoint.read.source import ShardRule, StrPath, model_of, once, opened, part, specs_by, tensors_of
 from tpcore.checkpoint.storage.files import (
     CHUNK,
     MANIFEST,
@@ -51,7 +51,7 @@ def consolidate(
     *,
     pickled: bool = False,
     max_shard_size: int | None = None,
-    rules: Sequence[CutRule] = (),
+    rules: Sequence[ShardRule] = (),
     how: Reading | None = None,
     progress: Progress = SILENT,
     stored_as: Callable[[Mapping[str, ReadPlan]], Mapping[str, Writable]] | None = None,
@@ -207,7 +207,7 @@ def reshard(
     tp: int,
     *,
     strict: bool = True,
-    rules: Sequence[CutRule] = (),
+    rules: Sequence[ShardRule] = (),
     how: Reading | None = None,
     progress: Progress = SILENT,
 ) -> list[str]:
@@ -222,11 +222,11 @@ def reshard(
 
 
 def _write_shards(
-    source: Source, out: StrPath, tp: int, *, joined: bool, strict: bool, rules: Sequence[CutRule], progress: Progress
+    source: Source, out: StrPath, tp: int, *, joined: bool, strict: bool, rules: Sequence[ShardRule], progress: Progress
 ) -> tuple[list[str], list[str]]:
     """Write ``source`` for ``tp`` ranks in each of its stages. Returns the names of the ranks' directories, and why
     entries were left out. ``joined``: the stages become one, of the model and the entries that all ranks have alike."""
-    cuts, mesh = cuts_by(rules), Mesh({"pp": 1 if joined else source.pp, "tp": tp})
+    cuts, mesh = specs_by(rules), Mesh({"pp": 1 if joined else source.pp, "tp": tp})
     save_id, target = uuid.uuid4().hex, os.path.realpath(out)
     if os.path.lexists(target) and not (os.path.isdir(target) and not os.listdir(target)):
         raise CheckpointError(f"{os.fspath(out)} is there already: give another name")
@@ -256,7 +256,7 @@ def _write_shards(
     return sorted({name.partition("/")[0] for name in files}), list(left)
 
 
-def _joined(source: Source, cuts: Cuts) -> dict[str, Stored]:
+def _joined(source: Source, cuts: SpecOf) -> dict[str, Stored]:
     """The model of all stages, each tensor once, with an explicit layout: uncut if all ranks hold the same."""
     model = model_of(source, cuts)
     plain = sorted(name for name, item in model.items() if not isinstance(item, Stored))
@@ -266,7 +266,7 @@ def _joined(source: Source, cuts: Cuts) -> dict[str, Stored]:
     tensors = {}
     for name, plan in plans.items():
         stored = plan.stored
-        tensors[name] = Stored(stored.where, stored.layout(), stored.mesh, None, stored.shard)
+        tensors[name] = Stored(stored.where, stored.known_layout(), stored.mesh, None, stored.shard)
     return {name: tensors[ties.get(name, name)] for name in model}
 
 
@@ -274,7 +274,7 @@ def convert(
     src: StrPath,
     out: StrPath,
     *,
-    rules: Sequence[CutRule] = (),
+    rules: Sequence[ShardRule] = (),
     how: Reading | None = None,
     progress: Progress = SILENT,
 ) -> list[str]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tpcore import checkpoint
-from tpcore.checkpoint.read.model import cut_anew
+from tpcore.checkpoint.read.optimizer import state_here
 from tpcore.layers.sharding import sharding
 from tpcore.log import inform
 from tpcore.runtime.consensus import together
@@ -116,7 +116,7 @@ def load_state(where: str, optimizer: Any, scheduler: Any) -> None:
     elif os.path.isfile(whole):
         with together(current()):
             state = torch.load(whole, map_location="cpu", weights_only=True, mmap=True)
-            plain.load_state_dict(fitted(plain, cut_anew([state], plain, current(), whole)))
+            plain.load_state_dict(fitted(plain, state_here([state], plain, current(), whole)))
             steps = os.path.join(where, "scheduler.pt")
             scheduler.load_state_dict(torch.load(steps, map_location="cpu", weights_only=True))
     elif current().rank == 0:

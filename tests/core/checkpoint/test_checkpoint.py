@@ -203,7 +203,12 @@ def test_a_flat_model_state(ctx: ParallelContext, tmp_path: Path) -> None:
 
 @each_rank(tp=1)
 def test_arguments_that_would_be_ignored(ctx: ParallelContext, tmp_path: Path) -> None:
-    for bad in ({"background": True, "in_turn": True}, {"dtype": torch.int8}, {"dtype": torch.float64}, {"keep_last": 0}):
+    for bad in (
+        {"background": True, "in_turn": True},
+        {"dtype": torch.int8},
+        {"dtype": torch.float64},
+        {"keep_last": 0},
+    ):
         with pytest.raises(ValueError, match=next(iter(bad))):
             save({}, tmp_path / "c", **bad)
     with pytest.raises(ValueError, match="sharded"):

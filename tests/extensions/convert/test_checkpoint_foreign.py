@@ -24,8 +24,8 @@ from torch import Tensor, nn
 import tpcore
 from tpcore.checkpoint import load
 from tpcore.checkpoint.forms import registry
-from tpcore.checkpoint.forms.rank_files import RankFiles, even_cut, grid
-from tpcore.checkpoint.forms.source import Cuts, Fill, Form, Reading, Source, Stage, State
+from tpcore.checkpoint.forms.rank_files import RankFiles, even_spec, grid
+from tpcore.checkpoint.forms.source import Fill, Form, Reading, Source, SpecOf, Stage, State
 from tpcore.checkpoint.read.source import part, read_shards
 from tpcore.checkpoint.stored import MemoryShard, Stored
 from tpcore.errors import CheckpointError
@@ -78,7 +78,7 @@ def test_blocks_of_a_form_are_those_of_the_layer(tmp_path: Path, monkeypatch: py
     full = torch.arange(8.0)[:, None].repeat(1, 4)
     for r, parts in enumerate(zip(*(half.chunk(2) for half in full.chunk(2)), strict=True)):
         np.savez(tmp_path / f"shard_{r}.npz", weight=torch.cat(parts).numpy())
-    monkeypatch.setattr(Npz, "cut", lambda self, name, shape, pp_rank: even_cut(shape, self.tp, 0, stride=2))
+    monkeypatch.setattr(Npz, "spec", lambda self, name, shape, pp_rank: even_spec(shape, self.tp, 0, stride=2))
 
     def rank(ctx: ParallelContext) -> None:
         layer = tpcore.ColumnParallelLinear(4, 8, bias=False, blocks=2)
@@ -221,7 +221,7 @@ class Halves(Source):
 
     form, path, tp, pp = "file of halves", "halves", 1, 2
 
-    def stage(self, pp_rank: int, own: int | None, cuts: Cuts) -> Stage:
+    def stage(self, pp_rank: int, own: int | None, cuts: SpecOf) -> Stage:
         return Half(str(pp_rank))
 
 

@@ -18,7 +18,7 @@ from test_checkpoint_fuzz import BESIDE, COUNTS, bounded, device, fifo, huge, mu
 from test_checkpoint_unsharded import MiB, grown
 from test_leftovers import die, home, one
 
-from tpcore.checkpoint.read.source import CutRule
+from tpcore.checkpoint.read.source import ShardRule
 from tpcore.checkpoint.storage import files
 from tpcore.errors import CheckpointError
 from tpcore_convert.inspect import verify
@@ -60,7 +60,7 @@ def test_mutated_pickles(tmp_path: Path, count: int) -> None:
         state = {name: t.chunk(2)[rank].clone() for name, t in want.items()}
         torch.save({"model": state}, tmp_path / "c" / f"tp_rank_{rank}" / "checkpoint.pt")
     files = sorted(tmp_path.rglob("*.pt"))
-    rules = [CutRule("*", 0)]
+    rules = [ShardRule("*", 0)]
     draw = random.Random(1)
     refused = 0
     for i in range(count // 2):
@@ -153,7 +153,7 @@ def test_peaks_do_not_grow_with_the_total(tmp_path: Path) -> None:
     rows = LARGEST // 4096 // 4
     t = torch.arange(rows * 4096, dtype=torch.float32).view(rows, 4096)
     save_file({str(i): t + i for i in range(COUNT)}, tmp_path / "whole.safetensors")
-    rules = [CutRule(str(i), i % 2) for i in range(COUNT)]  # half of them along rows, half along columns
+    rules = [ShardRule(str(i), i % 2) for i in range(COUNT)]  # half of them along rows, half along columns
     steps: dict[str, Callable[[], Any]] = {
         "cut": lambda: reshard(tmp_path / "whole.safetensors", tmp_path / "2", 2, rules=rules),
         "reshard": lambda: reshard(tmp_path / "2", tmp_path / "4", 4),

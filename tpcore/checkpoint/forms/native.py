@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from copy import copy
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from itertools import product
 from typing import Any
 
@@ -16,12 +16,12 @@ from ...layout.layout import Layout
 from ...layout.mesh import Mesh
 from ...layout.shard import ShardSpec
 from ..manifest import STATE, Manifest, check_format, rank_dir
-from ..storage.files import MANIFEST, PREFIX, crc32_text, damage, loads, naming, read_file
+from ..storage.files import MALFORMED, MANIFEST, PREFIX, crc32_text, damage, loads, naming, read_file
 from ..storage.publish import resolve
 from ..storage.tensorfile import FileTensor, TensorFile, dtype_of
-from ..stored import Cut, Stored
+from ..stored import LayoutOnRecord, Stored
 from ..tree import Leaf, Path, decode, dotted, filled, is_nested, is_optimizer, leaves, merged, parameter_names
-from .source import Cuts, Fill, Form, OfParameter, Reading, Source, Stage, State
+from .source import Fill, Form, OfParameter, Reading, Source, SpecOf, Stage, State
 
 
 class Native(Source):
@@ -41,13 +41,8 @@ class Native(Source):
         for missing in sorted(listed - here):
             raise CheckpointError(f"{os.path.join(self.path, missing)} is missing")
         (self.tp, self.pp), self.save_id = self.manifest.degrees, self.manifest.save_id
-        self._ranks: dict[tuple[int, int], RankState] = {}
-
-    def rank(self, tp_rank: int, pp_rank: int = 0) -> RankState:
-        at = tp_rank, pp_rank
-        if at not in self._ranks:
-            self._ranks[at] = RankState(self, rank_dir(tp_rank, pp_rank, self.pp))
-        return self._ranks[at]
+        self.over_tp, self.over_stages = Mesh({"tp": self.tp}), Mesh({"pp": self.pp, "tp": self.tp})
+        self.rank = cache(partial(RankState, self))
 
     def file(self, name: str) -> str:
         """Path of a file. CheckpointError if the manifest does not list it, or lists another size."""
@@ -63,10 +58,10 @@ class Native(Source):
             raise CheckpointError(f"{path} has {size} bytes, not {record.size} as written: truncated or replaced")
         return path
 
-    def stage(self, pp_rank: int, tp_rank: int | None, cuts: Cuts) -> NativeStage:
+    def stage(self, pp_rank: int, tp_rank: int | None, spec_of: SpecOf) -> NativeStage:
         return NativeStage(self, pp_rank, tp_rank)
 
-    def entries_of_all(self, cuts: Cuts, names: Sequence[str] | None = None) -> NativeStage:
+    def entries_of_all(self, spec_of: SpecOf, names: Sequence[str] | None = None) -> NativeStage:
         return NativeStage(self, None, None, names)
 
     def tensors(self) -> Iterator[tuple[str, Stored]]:
@@ -80,8 +75,9 @@ class Native(Source):
 class RankState:
     """One rank's directory: its encoded state and its tensors."""
 
-    def __init__(self, checkpoint: Native, name: str) -> None:
-        self._checkpoint, self._name = checkpoint, name
+    def __init__(self, checkpoint: Native, tp_rank: int, pp_rank: int) -> None:
+        self._checkpoint, self._name = checkpoint, rank_dir(tp_rank, pp_rank, checkpoint.pp)
+        name = self._name
         self.path = checkpoint.file(f"{name}/{STATE}")
         self._files: dict[str, TensorFile] = {}
         data = read_file(self.path)
@@ -105,26 +101,27 @@ class RankState:
         if rank != self._name:
             raise CheckpointError(f"{path} is of the directory {rank}")
 
-    def _open(self, file: str) -> TensorFile:
+    def tensor(self, leaf: Leaf) -> tuple[FileTensor, LayoutOnRecord]:
+        """A tensor that the state lists, and its layout. Its file is opened at first use."""
+        file, name = leaf.file, leaf.name
+        try:
+            record = self._records[file].get(name)
+            if record is None:
+                raise CheckpointError(f"{self.path} has no tensor {name!r} of {file}")
+            dtype, shape, crc32 = dtype_of(record["dtype"]), tuple(map(int, record["shape"])), str(record["crc32"])
+            layout: LayoutOnRecord = record["spec"]
+            if isinstance(layout, dict):
+                # version 1 does not record the axis, which is always tp
+                layout = Layout.of(ShardSpec.from_json(layout), *record.get("axes", ("tp",)))
+        except MALFORMED as e:
+            what = f"{self.path}: the record of {name!r} in {file}"
+            raise CheckpointError(f"{what} is damaged: {type(e).__name__}: {e}") from e
         if file not in self._files:
             opened = TensorFile(self._checkpoint.file(f"{self._name}/{file}"))
             self._checkpoint.stack.callback(opened.close)
             self._check_save(opened.metadata.get("save_id"), opened.metadata.get("rank"), opened.path)
             self._files[file] = opened
-        return self._files[file]
-
-    def tensor(self, leaf: Leaf) -> tuple[FileTensor, Cut]:
-        file, name = leaf.file, leaf.name
-        with damage(f"{self.path}: the record of {name!r} in {file}"):
-            record = self._records[file].get(name)
-            if record is None:
-                raise CheckpointError(f"{self.path} has no tensor {name!r} of {file}")
-            dtype, shape, crc32 = dtype_of(record["dtype"]), tuple(map(int, record["shape"])), str(record["crc32"])
-            cut: Cut = record["spec"]
-            if isinstance(cut, dict):
-                # version 1 does not record the axis, which is always tp
-                cut = Layout.of(ShardSpec.from_json(cut), *record.get("axes", ("tp",)))
-        return self._open(file).recorded(name, dtype, shape, crc32), cut
+        return self._files[file].recorded(name, dtype, shape, crc32), layout
 
 
 class NativeStage(Stage):
@@ -150,12 +147,12 @@ class NativeStage(Stage):
     def entry(self, key: Any) -> Any:
         """The top-level entry ``key``, with a Stored for each tensor."""
         if key not in self._entries:
-            self._entries[key] = self._of_stage(key, self._pp_rank)
+            self._entries[key] = filled(self.state[key], Leaf, self.stored, (key,))
         return self._entries[key]
 
     def _of_stage(self, key: Any, stage: int) -> Any:
         value = self._checkpoint.rank(self._tp_rank or 0, stage).state[key]
-        return filled(value, Leaf, lambda leaf, path: self.stored(leaf, dotted(path), stage), (key,))
+        return filled(value, Leaf, partial(self.stored, stage=stage), (key,))
 
     @cached_property
     def _nested(self) -> bool:
@@ -202,8 +199,8 @@ class NativeStage(Stage):
         tensors = [] if key in self._merged else [(p, t) for p, t in leaves(self.state[key], (key,)) if type(t) is Leaf]
         for stage, i in product(self._alike[1:], range(tp)):
             for path, leaf in tensors:
-                (shard, cut), (of_stage, _) = (self._checkpoint.rank(i, s).tensor(leaf) for s in (0, stage))
-                over_stages = isinstance(cut, Layout) and "pp" in cut.axes
+                (shard, layout), (of_stage, _) = (self._checkpoint.rank(i, s).tensor(leaf) for s in (0, stage))
+                over_stages = isinstance(layout, Layout) and "pp" in layout.axes
                 if not over_stages and (shard.shape, shard.crc32) != (of_stage.shape, of_stage.crc32):
                     yield f"{dotted(path)} {only} stages 0 and {stage} hold different values"
         yield from (why for _, stored in _tensors(self.entry(key)) if (why := stored.bound()) is not None)
@@ -211,42 +208,45 @@ class NativeStage(Stage):
     def of_parameters(self) -> Iterator[OfParameter]:
         for key in filter(lambda key: is_optimizer(self.state[key]), self.state):
             optimizer = self.entry(key)
-            order = [index for group in optimizer["param_groups"] for index in group["params"]]
+            indices = [index for group in optimizer["param_groups"] for index in group["params"]]
+            numbers = {index: i for i, index in enumerate(indices) if isinstance(index, int)}
             names = dict(parameter_names(optimizer["param_groups"]))
             for index, values in optimizer["state"].items():
-                for _, stored in _tensors(values) if index in order else ():
-                    yield OfParameter(key, order.index(index), names.get(index), stored)
+                for _, stored in _tensors(values) if index in numbers else ():
+                    yield OfParameter(key, numbers[index], names.get(index), stored)
 
-    def stored(self, leaf: Leaf, where: str, stage: int | None = None) -> Stored:
+    def stored(self, leaf: Leaf, path: Path, stage: int | None = None) -> Stored:
+        """What ``leaf``, at ``path`` of the state of a ``stage``, stands for; by default of this one."""
         stage = self._pp_rank if stage is None else stage
-        if (stage, leaf) not in self._stored:
-            self._stored[stage, leaf] = self._opened(leaf, where, {"pp": stage, "tp": self._tp_rank or 0})
-        return self._stored[stage, leaf]
-
-    def _opened(self, leaf: Leaf, where: str, at: dict[str, int]) -> Stored:
-        directory = self._checkpoint.rank(at["tp"], at["pp"])
-        shard, cut = directory.tensor(leaf)
-        staged = isinstance(cut, Layout) and "pp" in cut.axes  # its shards are those of all stages
-        mesh = Mesh(({"pp": self._checkpoint.pp} if staged else {}) | {"tp": self._checkpoint.tp})
-        if isinstance(cut, Layout) and cut.local_shape(mesh) != shard.shape:
-            raise CheckpointError(f"{directory.path}: {where} is {shard.shape} and not a shard of {cut}")
-        here = mesh.rank({axis: at[axis] for axis in mesh.axes})
+        if (known := self._stored.get((stage, leaf))) is not None:
+            return known
+        checkpoint, tp_rank, where = self._checkpoint, self._tp_rank or 0, dotted(path)
+        directory = checkpoint.rank(tp_rank, stage)
+        shard, layout = directory.tensor(leaf)
+        staged = isinstance(layout, Layout) and "pp" in layout.axes  # its shards are those of all stages
+        mesh, here = (
+            (checkpoint.over_stages, stage * checkpoint.tp + tp_rank) if staged else (checkpoint.over_tp, tp_rank)
+        )
+        if isinstance(layout, Layout) and layout.local_shape(mesh) != shard.shape:
+            raise CheckpointError(f"{directory.path}: {where} is {shard.shape} and not a shard of {layout}")
 
         @cache
         def shard_of(i: int) -> FileTensor:
             if i == here:
                 return shard
-            there = at | mesh.coords(i)
-            another = self._checkpoint.rank(there["tp"], there["pp"])
-            other, other_cut = another.tensor(leaf)
-            if isinstance(cut, Layout) and (other.shape, other_cut) != (shard.shape, cut):
+            at = mesh.coords(i)
+            another = checkpoint.rank(at["tp"], at.get("pp", stage))
+            other, other_layout = another.tensor(leaf)
+            if isinstance(layout, Layout) and (other.shape, other_layout) != (shard.shape, layout):
                 raise CheckpointError(
-                    f"{another.path}: {where} is {other.shape} of {other_cut}, and in {directory.path} it is "
-                    f"{shard.shape} of {cut}: the ranks saved different models"
+                    f"{another.path}: {where} is {other.shape} of {other_layout}, and in {directory.path} it is "
+                    f"{shard.shape} of {layout}: the ranks saved different models"
                 )
             return other
 
-        return Stored(where, cut, mesh, None if self._tp_rank is None else here, shard_of)
+        stored = Stored(where, layout, mesh, None if self._tp_rank is None else here, shard_of)
+        self._stored[stage, leaf] = stored
+        return stored
 
 
 def _open(path: str, how: Reading, stack: ExitStack) -> Source | None:

@@ -19,7 +19,7 @@ from ..manifest import STATE
 from ..storage.files import naming
 from ..stored import MemoryShard, Stored
 from .pickles import differing, in_own_memory, mapped, parted, top_of, unpickled
-from .source import Cuts, Fill, Reading, Source, Stage, State, inside
+from .source import Fill, Reading, Source, SpecOf, Stage, State, inside
 
 Entries = dict[Any, Any]
 """The entries other than the model in one rank's file."""
@@ -44,7 +44,7 @@ class RankFiles(Source):
     def read(self, file: str) -> tuple[Mapping[str, Any], Entries]:
         """The model's state and the other entries of a file, as ``pickles.parted`` returns them."""
 
-    def cut(self, name: str, shape: tuple[int, ...], pp_rank: int) -> ShardSpec | None:
+    def spec(self, name: str, shape: tuple[int, ...], pp_rank: int) -> ShardSpec | None:
         """The recorded cut of a tensor, for readers that do not know it; None if not recorded."""
         return None
 
@@ -52,20 +52,20 @@ class RankFiles(Source):
         """Tensors that are stored only fused or reordered, and the stored names that they come from."""
         return [], set()
 
-    def stage(self, pp_rank: int, tp_rank: int | None, cuts: Cuts) -> Stage:
-        return _RankFilesStage(self, pp_rank, tp_rank, cuts)
+    def stage(self, pp_rank: int, tp_rank: int | None, spec_of: SpecOf) -> Stage:
+        return _RankFilesStage(self, pp_rank, tp_rank, spec_of)
 
-    def entries_of_all(self, cuts: Cuts, names: Sequence[str] | None = None) -> Stage:
-        return _RankFilesStage(self, 0, None, cuts, [file for stage in self.files[1:] for file in stage])
+    def entries_of_all(self, spec_of: SpecOf, names: Sequence[str] | None = None) -> Stage:
+        return _RankFilesStage(self, 0, None, spec_of, [file for stage in self.files[1:] for file in stage])
 
 
 class _RankFilesStage(Stage):
     """``alike``: files of other stages, whose entries other than the model this stage represents too."""
 
     def __init__(
-        self, source: RankFiles, pp_rank: int, tp_rank: int | None, cuts: Cuts, alike: Sequence[str] = ()
+        self, source: RankFiles, pp_rank: int, tp_rank: int | None, spec_of: SpecOf, alike: Sequence[str] = ()
     ) -> None:
-        self._source, self._pp_rank, self._tp_rank, self._cuts = source, pp_rank, tp_rank, cuts
+        self._source, self._pp_rank, self._tp_rank, self._spec_of = source, pp_rank, tp_rank, spec_of
         self._files = source.files[pp_rank]
         read = [source.read(file) for file in self._files]
         self._states = [state for state, _ in read]
@@ -84,11 +84,11 @@ class _RankFilesStage(Stage):
         originals, used = self._source.originals(self._states, self._pp_rank)
         for name, dim, pieces in originals:
             shards = [mapped(piece, name, self._source.path) for piece in pieces]
-            cut = even_cut(shards[0].shape, len(shards), dim)
-            model[name] = Stored.over_tp(name, cut, len(shards), None, shards.__getitem__)
+            spec = even_spec(shards[0].shape, len(shards), dim)
+            model[name] = Stored.over_tp(name, spec, len(shards), None, shards.__getitem__)
         for name, value in first.items():
             if isinstance(value, Stored):  # of an unsharded file: a cut that does not fit is no cut of this tensor
-                known = self._cuts(name, value.shape, 1)
+                known = self._spec_of(name, value.shape, 1)
                 fits = known is not None and known.local_shape(1) == value.shape
                 model[name] = Stored.over_tp(name, known, 1, None, value.shard) if fits else value
             elif name not in used:
@@ -101,20 +101,21 @@ class _RankFilesStage(Stage):
         if len({(s.shape, s.dtype) for s in shards}) > 1:
             raise CheckpointError(f"{where}: {name!r} has another shape or dtype on another rank")
         shape, tp = shards[0].shape, len(shards)
-        known, said = self._cuts(name, shape, tp), self._source.cut(name, shape, self._pp_rank)
+        known, said = self._spec_of(name, shape, tp), self._source.spec(name, shape, self._pp_rank)
         if known is not None and said is not None and len(said.blocks) > 1 and said != known:
             raise CheckpointError(
                 f"{where}: {name!r} is stored as {said}, and the model or --cut has it as {known}: "
                 "make the layer with the blocks of the file"
             )
-        cut = known or said
-        if cut is not None and cut.local_shape(tp) != shape:
+        spec = known or said
+        if spec is not None and spec.local_shape(tp) != shape:
             raise CheckpointError(
-                f"{where}: {name!r} has shape {shape} on each of {tp} ranks, but {cut} is cut to {cut.local_shape(tp)}"
+                f"{where}: {name!r} has shape {shape} on each of {tp} ranks, "
+                f"but {spec} is cut to {spec.local_shape(tp)}"
             )
-        if cut is not None and cut.dim is not None:
-            shards = in_order(shards, cut, f"{where}: {name!r}")
-        return Stored.over_tp(name, cut, tp, self._tp_rank, shards.__getitem__)
+        if spec is not None and spec.dim is not None:
+            shards = in_order(shards, spec, f"{where}: {name!r}")
+        return Stored.over_tp(name, spec, tp, self._tp_rank, shards.__getitem__)
 
     def entries(self, fill: Fill, without: Collection[Any] = (), *, model: bool = False) -> Any:
         rest = {key: in_own_memory(value) for key, value in self._rest.items() if key not in without}
@@ -144,7 +145,7 @@ def grid(root: str, files: Mapping[tuple[int, int], str]) -> list[list[str]]:
     return [[files[p, t] for t in range(tp)] for p in range(pp)]
 
 
-def even_cut(shape: tuple[int, ...], tp: int, dim: int, stride: int = 1) -> ShardSpec:
+def even_spec(shape: tuple[int, ...], tp: int, dim: int, stride: int = 1) -> ShardSpec:
     """The cut into ``tp`` shards of ``shape``: ``stride`` blocks of equal size, no padding."""
     if not 0 <= dim < len(shape) or shape[dim] % stride:
         raise CheckpointError(f"a shard of shape {shape} is not one of {stride} blocks along dim {dim}")
@@ -152,23 +153,23 @@ def even_cut(shape: tuple[int, ...], tp: int, dim: int, stride: int = 1) -> Shar
     return ShardSpec((*shape[:dim], full, *shape[dim + 1 :]), dim, (Block(full // stride),) * stride)
 
 
-def in_order(shards: list[MemoryShard], cut: ShardSpec, where: str) -> list[MemoryShard]:
+def in_order(shards: list[MemoryShard], spec: ShardSpec, where: str) -> list[MemoryShard]:
     """The shards with copies side by side, ``a a b b``; some libraries write ``a b a b``, and the values tell."""
-    if _replicas_agree(shards, cut):
+    if _replicas_agree(shards, spec):
         return shards
-    if len(cut.blocks) == 1:
-        units = -(-cut.blocks[0].size // cut.blocks[0].unit)
+    if len(spec.blocks) == 1:
+        units = -(-spec.blocks[0].size // spec.blocks[0].unit)
         moved = [shard for unit in range(units) for shard in shards[unit::units]]
-        if _replicas_agree(moved, cut):
+        if _replicas_agree(moved, spec):
             return moved
     raise CheckpointError(f"{where}: ranks that should hold copies of the same heads hold different values")
 
 
-def _replicas_agree(shards: list[MemoryShard], cut: ShardSpec) -> bool:
+def _replicas_agree(shards: list[MemoryShard], spec: ShardSpec) -> bool:
     first_of: dict[tuple[int, int], Tensor] = {}
     for rank, shard in enumerate(shards):
-        for piece in cut.pieces(rank, len(shards)):
-            t = shard.tensor.narrow(cut.dim or 0, piece.local, piece.length)
+        for piece in spec.pieces(rank, len(shards)):
+            t = shard.tensor.narrow(spec.dim or 0, piece.local, piece.length)
             first = first_of.setdefault((piece.full, piece.length), t)
             if first is not t and not torch.equal(first, t):
                 return False

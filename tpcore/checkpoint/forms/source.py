@@ -17,7 +17,7 @@ from ..stored import ReadPlan, Stored
 
 State = dict[str, Any]
 """A model's state by name: a Stored for each tensor, other values unchanged."""
-Cuts = Callable[[str, tuple[int, ...], int], ShardSpec | None]
+SpecOf = Callable[[str, tuple[int, ...], int], ShardSpec | None]
 """The cut of a tensor, from its name, shard shape and number of shards. None if it is not known to be cut."""
 Fill = Callable[[Stored], Tensor | ReadPlan]
 """Returns what replaces a stored tensor in a nested state."""
@@ -81,10 +81,10 @@ class Source(ABC):
     """Identifies one save, or is empty. All ranks of a job must have opened the same save."""
 
     @abstractmethod
-    def stage(self, pp_rank: int, tp_rank: int | None, cuts: Cuts) -> Stage:
+    def stage(self, pp_rank: int, tp_rank: int | None, spec_of: SpecOf) -> Stage:
         """A stage for ``tp_rank``, or for no rank. ``cuts``: the cuts that the checkpoint lacks."""
 
-    def entries_of_all(self, cuts: Cuts, names: Sequence[str] | None = None) -> Stage:
+    def entries_of_all(self, spec_of: SpecOf, names: Sequence[str] | None = None) -> Stage:
         """The entries for a job with another number of stages: those equal on all stages, and optimizers' states.
         ``names``: the parameters whose state is wanted, in order; None: all. CheckpointError in a form without that."""
         raise CheckpointError(f"{self.path} was saved at pp={self.pp}, and a {self.form} opens at that pp alone")

@@ -17,18 +17,18 @@ from ...layout.mesh import Mesh
 from ...layout.shard import ShardSpec
 from ..forms.native import Native
 from ..forms.pickles import parted
-from ..forms.rank_files import even_cut
+from ..forms.rank_files import even_spec
 from ..forms.registry import open_source
-from ..forms.source import Cuts, Reading, Source, State
+from ..forms.source import Reading, Source, SpecOf, State
 from ..forms.whole import in_memory
 from ..storage.files import listed, naming
 from ..stored import ReadPlan, Stored
-from .fit import aligned, misfits
+from .model import aligned, misfits
 
 StrPath = str | os.PathLike[str]
 
 
-class CutRule(NamedTuple):
+class ShardRule(NamedTuple):
     """Tensors whose names match ``pattern`` are cut along ``dim``, in ``stride`` blocks of one size."""
 
     pattern: str
@@ -36,20 +36,20 @@ class CutRule(NamedTuple):
     stride: int = 1
 
 
-def cuts_by(rules: Sequence[CutRule]) -> Cuts:
+def specs_by(rules: Sequence[ShardRule]) -> SpecOf:
     """The cut of a tensor by the first rule whose pattern matches its name."""
 
     def cut(name: str, shape: tuple[int, ...], tp: int) -> ShardSpec | None:
         for rule in rules:
             if fnmatchcase(name, rule.pattern):
-                return even_cut(shape, tp, rule.dim, rule.stride)
+                return even_spec(shape, tp, rule.dim, rule.stride)
         return None
 
     return cut
 
 
 @contextmanager
-def opened(path: StrPath, how: Reading, rules: Sequence[CutRule] = ()) -> Iterator[Source]:
+def opened(path: StrPath, how: Reading, rules: Sequence[ShardRule] = ()) -> Iterator[Source]:
     """Open a checkpoint of any form. ValueError for ``rules`` if the form records its cuts itself."""
     with ExitStack() as stack:
         source = open_source(os.fspath(path), how, stack)
@@ -58,20 +58,20 @@ def opened(path: StrPath, how: Reading, rules: Sequence[CutRule] = ()) -> Iterat
         yield source
 
 
-def model_of(source: Source, cuts: Cuts, tp_rank: int | None = None) -> State:
+def model_of(source: Source, spec_of: SpecOf, tp_rank: int | None = None) -> State:
     """The model of all pipeline stages. CheckpointError if two stages differ in a tensor."""
     model: State = {}
     for pp_rank in range(source.pp):
-        for name, item in source.stage(pp_rank, tp_rank, cuts).model().items():
+        for name, item in source.stage(pp_rank, tp_rank, spec_of).model().items():
             if name in model and isinstance(item, Stored) and not _same(model[name], item):
                 raise CheckpointError(f"{source.path}: two pipeline stages hold {name!r} with different values")
             model.setdefault(name, item)
     return model
 
 
-def tensors_of(source: Source, rules: Sequence[CutRule] = ()) -> dict[str, Stored]:
+def tensors_of(source: Source, rules: Sequence[ShardRule] = ()) -> dict[str, Stored]:
     """The model's tensors. ``rules``: cuts that the checkpoint does not record."""
-    model = model_of(source, cuts_by(rules))
+    model = model_of(source, specs_by(rules))
     return {name: item for name, item in model.items() if isinstance(item, Stored)}
 
 
@@ -94,9 +94,9 @@ def once(model: Mapping[str, Stored], path: str) -> tuple[dict[str, ReadPlan], d
     tensors: dict[str, ReadPlan] = {}
     ties: dict[str, str] = {}
     for name, stored in model.items():
-        kept = first.setdefault((stored.first.identity, stored.cut), name)
+        kept = first.setdefault((stored.first.identity, stored.layout), name)
         if kept == name:
-            stored.layout()  # raises before anything is written
+            stored.known_layout()  # raises before anything is written
             tensors[name] = stored.plan()
         else:
             ties[name] = kept

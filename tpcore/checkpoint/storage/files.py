@@ -26,7 +26,7 @@ from ...settings import __version__
 class Progress:
     """Counts bytes. ``show(done, total)`` is called at the start and after each step."""
 
-    def __init__(self, show: Callable[[int, int], object]) -> None:
+    def __init__(self, show: Callable[[int, int], object] | None) -> None:
         self._show, self._done, self._total = show, 0, 0
 
     def start(self, total: int) -> None:
@@ -35,10 +35,11 @@ class Progress:
 
     def add(self, step: int) -> None:
         self._done += step
-        self._show(self._done, self._total)
+        if self._show is not None:
+            self._show(self._done, self._total)
 
 
-SILENT = Progress(lambda done, total: None)
+SILENT = Progress(None)
 
 
 @contextmanager
@@ -79,12 +80,16 @@ def naming(doing: str, path: str) -> Iterator[None]:
         raise CheckpointError(f"cannot {doing} {path}: {e.strerror or e}") from e
 
 
+MALFORMED = (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError, RecursionError)
+"""What code for well-formed JSON raises for other JSON."""
+
+
 @contextmanager
 def damage(what: str) -> Iterator[None]:
     """Turn the errors of malformed JSON in the block into a CheckpointError that names ``what``."""
     try:
         yield
-    except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError, RecursionError) as e:
+    except MALFORMED as e:
         raise CheckpointError(f"{what} is damaged: {type(e).__name__}: {e}") from e
 
 
@@ -107,17 +112,18 @@ class FileRecord(NamedTuple):
 
 def write_file(path: str, pieces: Iterable[Bytes]) -> FileRecord:
     """Write a new durable file of these bytes, with the mode that the umask gives."""
-    return write_parts(path, [pieces])[0]
+    return write_parts(path, [chunks(pieces)])[0]
 
 
 def write_parts(path: str, parts: Iterable[Iterable[Bytes]], *, summed: bool = True) -> tuple[FileRecord, list[str]]:
-    """Like ``write_file``, of several parts. Returns its record and each part's crc32; unsummed that of no bytes."""
+    """Like ``write_file``, of several parts, each in chunks. Returns its record and each part's crc32; unsummed that of
+    no bytes."""
     sums: list[tuple[int, int]] = []
     done = begun = 0
     with naming("write", path), open(path, "xb") as f:
         for part in parts:
             crc, size = 0, 0
-            for chunk in chunks(part):
+            for chunk in part:
                 if summed:
                     crc = zlib.crc32(chunk, crc)
                 f.write(chunk)
@@ -150,11 +156,13 @@ def _start_writeback(fd: int, begun: int, done: int) -> int:
 
 def open_regular(path: str) -> int:
     """Open a file for reading. CheckpointError for a pipe or a device, which could block or never end."""
-    with naming("open", path):
+    try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        if stat.S_ISREG(os.fstat(fd).st_mode):
-            return fd
-        os.close(fd)
+    except OSError as e:
+        raise CheckpointError(f"cannot open {path}: {e.strerror or e}") from e
+    if stat.S_ISREG(os.fstat(fd).st_mode):
+        return fd
+    os.close(fd)
     raise CheckpointError(f"{path} is not a regular file")
 
 
@@ -263,5 +271,5 @@ def _multiplied(a: int, b: int) -> int:
     return out
 
 
-def crc32_text(crc: int) -> str:
-    return f"{crc:08x}"
+crc32_text = "{:08x}".format
+"""A crc32 as it is written: 8 hex digits."""

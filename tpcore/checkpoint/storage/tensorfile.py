@@ -10,6 +10,7 @@ import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain
 from typing import Any, Protocol
 
@@ -48,6 +49,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+@lru_cache(maxsize=64)
 def dtype_of(name: str) -> torch.dtype:
     dtype = getattr(torch, name, None) if re.fullmatch(r"[a-z0-9_]+", name) else None
     if not isinstance(dtype, torch.dtype):
@@ -104,9 +106,9 @@ def write_tensors(
     at = 0
     for name in order:
         t = tensors[name]
-        stored, shape = _as_stored(t.dtype, t.shape)
-        header[name] = {"dtype": stored, "shape": shape, "data_offsets": [at, at + nbytes_of(t)]}
-        at += nbytes_of(t)
+        (stored, shape), end = _as_stored(t.dtype, t.shape), at + nbytes_of(t)
+        header[name] = {"dtype": stored, "shape": shape, "data_offsets": [at, end]}
+        at = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     head = len(text).to_bytes(8, "little") + text
@@ -122,55 +124,50 @@ class TensorFile:
     def __init__(self, path: str) -> None:
         self.path = path
         self._fd = open_regular(path)
-        try:
-            self._read_header()
-        except BaseException:
-            self.close()
-            raise
         self.sound: set[str] = set()  # names of tensors whose checksum was compared and matched
+        try:
+            # safetensors' own reader first: it detects every kind of damaged header
+            with safe_open(path, "pt"):
+                pass
+            head = bytearray(8)
+            self.read_bytes(memoryview(head), 0)
+            text = bytearray(int.from_bytes(head, "little"))
+            self.read_bytes(memoryview(text), 8)
+            self._entries: dict[str, Any] = loads(bytes(text), path)
+        except BaseException as e:
+            self.close()
+            if isinstance(e, SafetensorError | OSError | RuntimeError) and not isinstance(e, CheckpointError):
+                # RuntimeError: torch cannot map the file
+                raise CheckpointError(f"{path} is not a whole safetensors file: {e}") from e
+            raise
+        self._data = 8 + len(text)
+        self.metadata: dict[str, str] = self._entries.pop("__metadata__", None) or {}
 
     def close(self) -> None:
         os.close(self._fd)
 
-    def _read_header(self) -> None:
-        try:
-            # safetensors' own reader first: it detects every kind of damaged header
-            with safe_open(self.path, "pt"):
-                pass
-        except (SafetensorError, OSError, RuntimeError) as e:  # RuntimeError: torch cannot map the file
-            raise CheckpointError(f"{self.path} is not a whole safetensors file: {e}") from e
-        head = bytearray(8)
-        self.read_bytes(memoryview(head), 0)
-        text = bytearray(int.from_bytes(head, "little"))
-        self.read_bytes(memoryview(text), 8)
-        self._data = 8 + len(text)
-        self._entries: dict[str, Any] = loads(bytes(text), self.path)
-        self.metadata: dict[str, str] = self._entries.pop("__metadata__", None) or {}
-
     def names(self) -> list[str]:
         return list(self._entries)
 
-    def _entry(self, name: str) -> tuple[str, list[int], int]:
-        """The dtype, shape and first byte in the header, which safetensors has found to fit the file."""
-        if name not in self._entries:
-            raise CheckpointError(f"{self.path} has no tensor {name!r}")
-        e = self._entries[name]
-        return e["dtype"], e["shape"], self._data + e["data_offsets"][0]
-
     def tensor(self, name: str) -> FileTensor:
-        stored, shape, start = self._entry(name)
+        """A tensor as the header describes it, which safetensors has found to fit the file."""
+        entry = self._entries[name]
+        stored, start = entry["dtype"], self._data + entry["data_offsets"][0]
         if stored not in _DTYPES:
             raise CheckpointError(f"{self.path}: {name!r} has dtype {stored}, which is not supported")
-        return FileTensor(self, name, tuple(shape), _DTYPES[stored], start)
+        return FileTensor(self, name, tuple(entry["shape"]), _DTYPES[stored], start)
 
     def recorded(self, name: str, dtype: torch.dtype, shape: tuple[int, ...], crc32: str) -> FileTensor:
         """A tensor that a manifest describes. CheckpointError if the file disagrees with the manifest."""
-        stored, there, start = self._entry(name)
-        if (stored, there) != _as_stored(dtype, shape):
+        if name not in self._entries:
+            raise CheckpointError(f"{self.path} has no tensor {name!r}")
+        entry = self._entries[name]
+        there = entry["dtype"], entry["shape"]
+        if there != _as_stored(dtype, shape):
             raise CheckpointError(
-                f"{self.path}: {name!r} is {stored} {there}, on record {dtype_name(dtype)} {list(shape)}"
+                f"{self.path}: {name!r} is {there[0]} {there[1]}, on record {dtype_name(dtype)} {list(shape)}"
             )
-        return FileTensor(self, name, shape, dtype, start, crc32)
+        return FileTensor(self, name, shape, dtype, self._data + entry["data_offsets"][0], crc32)
 
     def read_bytes(self, into: memoryview, at: int) -> None:
         done = 0

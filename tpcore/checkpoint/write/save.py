@@ -46,10 +46,11 @@ class Options:
 def _described(entry: Entry) -> dict[str, Any]:
     """The record of a tensor in ``state.json``, except its checksum."""
     record = {"dtype": dtype_name(entry.dtype), "shape": list(entry.shape)}
-    if isinstance(entry.cut, Layout):
+    if isinstance(entry.layout, Layout):
         # without the slot, which the directories of the shards imply
-        return record | {"spec": entry.cut.spec.to_json(), "axes": _axes(entry.cut)}
-    return record | {"spec": entry.cut}
+        axes = [axis for cut in entry.layout.cuts for axis in cut.axes]
+        return record | {"spec": entry.layout.spec.to_json(), "axes": axes}
+    return record | {"spec": entry.layout}
 
 
 def write_tensor_files(
@@ -122,11 +123,11 @@ class Save:
                 self.staging = Staging(self.target, self.save_id, FORMAT, others_stay=True)
 
     def _prepare(self, state: dict[Any, Any]) -> None:
-        (state, cut_of, gather), options, ep = resolve(state, self.ctx), self.options, self.ctx.over_axis("ep")
+        (state, layout_of_entry, gather), options, ep = resolve(state, self.ctx), self.options, self.ctx.over_axis("ep")
         self._shared = self._dp[1] > 1 and (options.share_writes or bool(gather) or ep is not None)
         if not (self._first or self._shared):
             return
-        self._part = Part(state, cut_of, self.ctx.backend.memory_of, gather=gather, ep=ep, dtype=options.dtype)
+        self._part = Part(state, layout_of_entry, self.ctx.backend.memory_of, gather=gather, ep=ep, dtype=options.dtype)
         self._files = self._part.share(*(self._dp if self._shared else (0, 1)), all_of_it=options.share_writes)
 
     def name_of(self, rank: int) -> str:
@@ -192,17 +193,17 @@ def write_checkpoint(state: dict[Any, Any], path: str | os.PathLike[str], option
 
 
 # -- what ranks must agree on before a save: the tensors that they hold parts of, or write shares of. Plain values and
-# tensors that no layer cuts may differ: a load at another degree compares them itself.
+# tensors that no layer shards may differ: a load at another degree compares them itself.
 def _outline(part: Part, stage: int, tp_rank: int) -> Tables:
-    """The tensors that all ranks must agree on (cut over stages too), those of one stage (cut over tp), and those of
+    """The tensors that all ranks must agree on (sharded over stages too), those of one stage (over tp), and those of
     one directory, of which each dp rank writes a share. An optimizer has no state of a parameter that had no gradient
     yet, so another rank may lack it."""
     scopes = everywhere, of_stage, of_directory = "", f"{stage}", f"{stage} {tp_rank}"
     tables: dict[str, dict[str, tuple[str, bool]]] = {scope: {} for scope in scopes}
     for file, name, entry, written in part.placed():
-        key, text = f"{name!r} of {file}", f"{dtype_name(entry.dtype)} of shape {list(entry.shape)}"
-        if isinstance(entry.cut, Layout) and (axes := _axes(entry.cut)):
-            spec = entry.cut.spec.to_json()
+        record, key = _described(entry), f"{name!r} of {file}"
+        spec, text = record["spec"], f"{record['dtype']} of shape {record['shape']}"
+        if axes := record.get("axes"):
             text += f", cut of {spec['shape']} along dim {spec['dim']} over {' and '.join(axes)}"
             if len(spec["blocks"]) > 1 or spec["blocks"][0][1:] != [1, False]:
                 text += f" in blocks {spec['blocks']}"
@@ -241,7 +242,3 @@ def _check_agreement(path: str, tables: Tables, digests: Sequence[Mapping[str, s
     if lines:
         title = f"cannot save {path}: the ranks' parts do not fit together. Build one model on all ranks"
         raise CheckpointError(listed(title, lines))
-
-
-def _axes(cut: Layout) -> list[str]:
-    return [axis for one in cut.cuts for axis in one.axes]

@@ -1,11 +1,11 @@
-"""One rank's part of a state to save: JSON with the place of each tensor, and the tensors with their cuts."""
+"""One rank's part of a state to save: JSON with the place of each tensor, and the tensors with their layouts."""
 
 from __future__ import annotations
 
 import re
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, Protocol
 
@@ -19,26 +19,30 @@ from ...layout.layout import Layout
 from ...runtime.context import ParallelContext
 from ...train.zero import Zero1
 from ..storage.tensorfile import Writable, nbytes_of
-from ..stored import Cut, ReadPlan, layout_of
+from ..stored import LayoutOnRecord, ReadPlan, layout_of
 from ..tree import TAG, Path, dotted, encode, is_optimizer, model_tensors, parameter_names
 
 _FILE_STEM = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}")
 
 
 class Entry(Writable, Protocol):
-    """One tensor to write, and its cut."""
+    """One tensor to write, and its layout."""
 
     @property
-    def cut(self) -> Cut: ...
+    def layout(self) -> LayoutOnRecord: ...
 
 
 class StateTensor:
     """A tensor of a state. ``to``: the dtype to write. ``gather``: gathers the values of one split over dp ranks."""
 
     def __init__(
-        self, tensor: Tensor, cut: Cut = None, to: torch.dtype | None = None, gather: Callable[[], Tensor] | None = None
+        self,
+        tensor: Tensor,
+        layout: LayoutOnRecord = None,
+        to: torch.dtype | None = None,
+        gather: Callable[[], Tensor] | None = None,
     ) -> None:
-        self._tensor, self.cut, self.dtype, self.shape = tensor, cut, to or tensor.dtype, tuple(tensor.shape)
+        self._tensor, self.layout, self.dtype, self.shape = tensor, layout, to or tensor.dtype, tuple(tensor.shape)
         self._gather, self.gathered = gather, gather is not None
 
     def gather(self, *, keep: bool) -> None:
@@ -59,10 +63,10 @@ class StateTensor:
         if self.gathered:
             return self
         piece = self.pieces()[0]  # of a CPU tensor the model's own memory
-        return StateTensor(piece.clone() if self._tensor.device.type == "cpu" else piece, self.cut)
+        return StateTensor(piece.clone() if self._tensor.device.type == "cpu" else piece, self.layout)
 
 
-CutOf = Callable[[Tensor, str], Cut]
+LayoutOf = Callable[[Tensor, str], LayoutOnRecord]
 MemoryOf = Callable[[Tensor], object]
 """``Backend.memory_of``: returns an equal object for tensors that share their memory."""
 Gather = Mapping[int, Callable[[], Tensor]]
@@ -75,7 +79,7 @@ class Part:
     def __init__(
         self,
         state: dict[Any, Any],
-        cut_of: CutOf,
+        layout_of_entry: LayoutOf,
         memory_of: MemoryOf = Backend.memory_of,
         *,
         gather: Gather | None = None,
@@ -85,11 +89,12 @@ class Part:
         if not isinstance(state, dict):
             example, what = '{"model": model.state_dict()}', type(state).__name__
             raise ValueError(f"save(state, path) takes a dict as its state, such as {example}, not a {what}")
-        self._cut_of, self._memory_of, self._dtype = cut_of, memory_of, dtype
+        self._layout_of, self._memory_of, self._dtype = layout_of_entry, memory_of, dtype
         self._places: dict[Any, dict[str, Any]] = {}
         self._gather, self._ep = gather or {}, ep
         self.files: dict[str, dict[str, StateTensor]] = defaultdict(dict)
         self._stems: dict[Any, str] = {}
+        self._names = defaultdict[str, set[str]](lambda: {"__metadata__"})  # taken: by file; of files, under ""
         self.tree = encode(state, self._leaf)
         optimizers = (self._stems.get((key,)) for key, value in state.items() if is_optimizer(value))
         self.optional = {f"{stem}.safetensors" for stem in optimizers}
@@ -99,40 +104,40 @@ class Part:
         """The JSON of ``t``: its file and name. Tensors that share their memory, or their bytes, are stored once."""
         if isinstance(t, ReadPlan):
             shard = t.stored.first
-            return self._placed((shard.identity, shard.shape, shard.dtype, t.cut), path, lambda: t)
+            return self._placed((shard.identity, shard.shape, shard.dtype, t.layout), path, lambda: t)
         where = dotted(path)
         if type(t) not in (Tensor, nn.Parameter) or t.layout != torch.strided or t.is_quantized:
             raise ValueError(f"cannot save {where}: a {type(t).__name__} of layout {t.layout}, dtype {t.dtype}")
         if t.is_meta and id(t) not in self._gather:
             raise ValueError(f"cannot save {where}: it is on the meta device and has no values")
-        cut = self._cut_of(t, where)
+        layout = self._layout_of(t, where)
         # tensors without dims count steps, and bfloat16 counts only to 256
         narrow = t.dtype == torch.float32 and t.ndim > 0
-        writer = partial(self._writer, t, cut, self._dtype if narrow else None)
-        return self._placed((self._memory_of(t), cut), path, writer)
+        writer = partial(self._writer, t, layout, self._dtype if narrow else None)
+        return self._placed((self._memory_of(t), layout), path, writer)
 
     def _placed(self, key: object, path: Path, writer: Callable[[], Any]) -> dict[str, Any]:
         if key not in self._places:
             file = self._file(path)
-            name = _unused(".".join(map(str, path[1:] or path)), (*self.files[file], "__metadata__"))
+            name = _unused(".".join(map(str, path[1:] or path)), self._names[file])
             self.files[file][name] = writer()
             self._places[key] = {TAG: "tensor", "file": file, "name": name}
         return self._places[key]
 
-    def _writer(self, t: Tensor, cut: Cut, to: torch.dtype | None) -> StateTensor:
+    def _writer(self, t: Tensor, layout: LayoutOnRecord, to: torch.dtype | None) -> StateTensor:
         gather, ep = self._gather.get(id(t)), self._ep
-        if ep is None or not isinstance(cut, Layout) or "ep" not in cut.axes:
-            return StateTensor(t, cut, to, gather)
+        if ep is None or not isinstance(layout, Layout) or "ep" not in layout.axes:
+            return StateTensor(t, layout, to, gather)
         # the parts of all ep ranks together: a checkpoint knows tp and stages alone
         stand_in = torch.empty((t.shape[0] * ep.size, *t.shape[1:]), dtype=t.dtype, device="meta")
-        return StateTensor(stand_in, cut.without("ep"), to, lambda: ep.all_gather(gather() if gather else t, 0))
+        return StateTensor(stand_in, layout.without("ep"), to, lambda: ep.all_gather(gather() if gather else t, 0))
 
     def _file(self, path: Path) -> str:
         """The file of a top-level entry, with its name if that is a valid file name."""
         top = path[:1] if len(path) > 1 else ("tensors", "of the top level")
         if top not in self._stems:
             fits = isinstance(top[0], str) and _FILE_STEM.fullmatch(top[0])
-            self._stems[top] = _unused(str(top[0]) if fits else "part", self._stems.values())
+            self._stems[top] = _unused(str(top[0]) if fits else "part", self._names[""])
         return f"{self._stems[top]}.safetensors"
 
     def share(self, rank: int, n: int, *, all_of_it: bool) -> dict[str, dict[str, StateTensor]]:
@@ -165,7 +170,8 @@ class Part:
         kept = {id(entry) for entries in entries_by_file.values() for entry in entries.values()}
         for entries in self.files.values():
             for entry in entries.values():
-                entry.gather(keep=id(entry) in kept)
+                if entry.gathered:
+                    entry.gather(keep=id(entry) in kept)
 
 
 def on_host(files: Mapping[str, Mapping[str, StateTensor]]) -> dict[str, dict[str, StateTensor]]:
@@ -177,22 +183,22 @@ def total_of(files: Mapping[str, Mapping[str, Entry]]) -> int:
     return sum(nbytes_of(entry) for entries in files.values() for entry in entries.values())
 
 
-def _unused(name: str, used: Iterable[str]) -> str:
-    """``name``, with a number if it is taken. Case is ignored, as on some file systems."""
-    lowercase = {u.lower() for u in used}
+def _unused(name: str, taken: set[str]) -> str:
+    """``name``, with a number if it is ``taken``, which it then is. Case is ignored, as on some file systems."""
     candidate, i = name, 1
-    while candidate.lower() in lowercase:
+    while candidate.lower() in taken:
         i += 1
         candidate = f"{name}-{i}"
+    taken.add(candidate.lower())
     return candidate
 
 
-# -- optimizers in a state, and the cuts of all tensors ------------------------------------------------------
-def resolve(state: Any, ctx: ParallelContext) -> tuple[Any, CutOf, Gather]:
-    """``state`` with ``state_dict()``s in place of optimizers, the function that returns the cut to record for one of
-    its tensors, and how to gather those on meta. ValueError if an optimizer of a pipeline stage has unnamed parameters,
+# -- optimizers in a state, and the layouts of all tensors ---------------------------------------------------
+def resolve(state: Any, ctx: ParallelContext) -> tuple[Any, LayoutOf, Gather]:
+    """``state`` with ``state_dict()``s in place of optimizers, the function that returns the layout to record for a
+    tensor, and how to gather those on meta. ValueError if an optimizer of a pipeline stage has unnamed parameters,
     or a Zero1 gradients that no step has used. At pp=1 a warning says where an unnamed state can be loaded."""
-    cuts: dict[int, Layout] = {}
+    known: dict[int, Layout] = {}
     gather: dict[int, Callable[[], Tensor]] = {}
     replaced: dict[Any, Any] = {}
     for key, value in state.items() if isinstance(state, Mapping) else ():
@@ -204,14 +210,14 @@ def resolve(state: Any, ctx: ParallelContext) -> tuple[Any, CutOf, Gather]:
             for number, t in _tensors_of(saved):
                 if t.ndim and t.shape == parameters[number].shape:
                     layout = layout_of(parameters[number], ctx, f"parameter {number}")
-                    cuts[id(t)] = layout or Layout(tuple(t.shape))
+                    known[id(t)] = layout or Layout(tuple(t.shape))
             _name(value, saved, state, ctx, key)
             _warn_of_no_names(key, saved, ctx, "at another number of pipeline stages")
             replaced[key] = saved
         elif is_optimizer(value):
             _warn_of_no_names(key, value, ctx, "at another degree")
     new = {**state, **replaced} if replaced else state
-    return new, _cuts_of(new, ctx, cuts), gather
+    return new, _layouts_of(new, ctx, known), gather
 
 
 def _warn_of_no_names(key: Any, saved: Mapping[str, Any], ctx: ParallelContext, where: str) -> None:
@@ -256,8 +262,8 @@ def _name(
             )
 
 
-def _cuts_of(state: Any, ctx: ParallelContext, known: Mapping[int, Layout]) -> CutOf:
-    """``known``: some cuts, by ``id``. The entry of a plain module that shares a parallel layer's parameter, as
+def _layouts_of(state: Any, ctx: ParallelContext, known: Mapping[int, Layout]) -> LayoutOf:
+    """``known``: some of them, by ``id``. The entry of a plain module that shares a parallel layer's parameter, as
     ``cls.predictions.bias`` in transformers' BERT, is not stamped, but shares its memory with one that is. A parameter
     that a script has marked is known to ``ctx``."""
     memory_of = ctx.backend.memory_of
@@ -267,19 +273,19 @@ def _cuts_of(state: Any, ctx: ParallelContext, known: Mapping[int, Layout]) -> C
     optimizers = [o for o in state.values() if is_optimizer(o)] if isinstance(state, Mapping) else []
     layouts: dict[str, set[Layout]] = defaultdict(set)  # of the models' parameters
     for name, t in model_tensors(state) if optimizers else ():
-        cut = sharding(t if t.is_meta else marked.get(memory_of(t), t))
-        layouts[name].add(cut.layout if cut else Layout(tuple(t.shape)))
+        mark = sharding(t if t.is_meta else marked.get(memory_of(t), t))
+        layouts[name].add(mark.layout if mark else Layout(tuple(t.shape)))
     # unknown if the optimizer was not made from named_parameters(), or for another shape than the shard's
-    cuts: dict[int, Cut] = {}
+    of_optimizers: dict[int, LayoutOnRecord] = {}
     for optimizer in optimizers:
         names = dict(parameter_names(optimizer["param_groups"]))
         for index, value in _tensors_of(optimizer):
             if value.ndim:  # others count steps
                 candidates = [*layouts[names.get(index, "")]]
                 fits = len(candidates) == 1 and tuple(value.shape) == candidates[0].local_shape(ctx.mesh)
-                cuts[id(value)] = candidates[0] if fits else "unknown"
+                of_optimizers[id(value)] = candidates[0] if fits else "unknown"
 
-    def cut_of(t: Tensor, where: str) -> Cut:
-        return known.get(id(t)) or layout_of(marked.get(memory_of(t), t), ctx, where) or cuts.get(id(t))
+    def layout_of_entry(t: Tensor, where: str) -> LayoutOnRecord:
+        return known.get(id(t)) or layout_of(marked.get(memory_of(t), t), ctx, where) or of_optimizers.get(id(t))
 
-    return cut_of
+    return layout_of_entry

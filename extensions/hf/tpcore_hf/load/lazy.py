@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from tpcore.checkpoint.forms.registry import open_source
 from tpcore.checkpoint.forms.source import Reading
 from tpcore.checkpoint.forms.whole import Whole, in_memory, open_file
-from tpcore.checkpoint.read.model import Loading
+from tpcore.checkpoint.read.load import Loading
 from tpcore.checkpoint.storage.files import naming
 from tpcore.checkpoint.stored import Stored
 from tpcore.errors import CheckpointError, extra
@@ -180,10 +180,9 @@ def read_parts(model: nn.Module, weights: Weights, ctx: ParallelContext, quantiz
     with together(ctx), naming("load", path):
         _materialize(model, ctx.device)
         source = Whole(path, "unsharded model", dict(weights.tensors), {})
-        # quiet: a model's dtype is chosen with the model, as in transformers
-        loading = Loading(ctx, source, strict=True, sharded=False, quiet=True)
-        loading.compare(model)
-    loading.run()
+        loading = Loading(ctx, source, model, strict=True, sharded=False)
+        loading.compare()
+    loading.run(quiet=True)  # a model's dtype is chosen with the model, as in transformers
     with together(ctx):
         missing = [n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
         if missing:

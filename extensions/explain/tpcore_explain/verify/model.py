@@ -75,7 +75,7 @@ def compared(ctx: ParallelContext, folder: str, options: dict[str, Any]) -> Mode
     try:
         sharded, plain = (m.to(ctx.backend.device()) for m in (model, whole))
         compare(sharded, plain, moved, tolerance=TOLERANCE, reduce=ep is not None)
-    except AssertionError as e:
+    except (AssertionError, ValueError) as e:  # of the comparison, or of a step that finds it out by itself
         return ModelVerdict(lines, wrong=str(e))
     named = dict(whole.named_parameters())
     without = [name for name, p in named.items() if p.grad is None]

@@ -134,8 +134,6 @@ def parallelize(
                 if tokens is not None:
                     cut_context(base, *tokens)
             shard(filter(set(base.modules()).__contains__, layers))  # others are on another stage
-            if checked_calls():
-                FirstBackwards(context.comm("tp")).watch(base)
             if context.rank == 0 and layers:
                 inform(summary)
             if weights is not None:
@@ -143,6 +141,8 @@ def parallelize(
             elif quantize is not None:
                 for _, layer in quantized.layers_of(base):
                     quantized.quantize(base, layer, quantize)
+        if checked_calls():
+            FirstBackwards(context.comm("tp")).watch(base)
     return model
 
 

@@ -17,15 +17,15 @@ from ..plan.rules import wildcard
 
 _BACKWARDS = 2
 _WAVES = 4
-_SAMPLE = 1 << 16
+_SAMPLE, _FEW = 1 << 16, 1 << 12
 _APART, _NOISE = 1e-2, 1e-6
 """How far projections of one gradient on two ranks may be apart, relative to its norm and to the largest one's: a
 kernel that adds in any order makes a smaller difference, a sum over other tokens or features a larger one."""
 
 
-def _digest(t: Tensor) -> Tensor:
+def _digest(t: Tensor, sample: int = _SAMPLE) -> Tensor:
     """Of a sample of the entries of ``t``: the norm, whether they differ, and the projections onto some waves."""
-    flat = t.detach().reshape(-1)[:: t.numel() // _SAMPLE | 1]
+    flat = t.detach().reshape(-1)[:: t.numel() // sample | 1]
     flat = flat.float() if flat.itemsize < 4 else flat
     at = torch.arange(1, flat.numel() + 1, device=flat.device, dtype=flat.dtype)
     waves = ((flat * (at * (1 + i)).cos()).sum() for i in range(_WAVES))
@@ -45,17 +45,27 @@ class FirstBackwards:
 
     comm: Comm
     left: int = _BACKWARDS
-    gradients: dict[str, Tensor] = field(default_factory=dict)
-    parts: dict[str, Tensor] = field(default_factory=dict)
+    noise: float = _NOISE
+    gradients: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    """Of each backward under way: one may run inside another, and one that raised never ends."""
+    parts: dict[str, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
+    """Each with what it was at first: parts that were alike then are a repetition of the model's own."""
     hooks: list[Any] = field(default_factory=list)
 
     def watch(self, model: nn.Module) -> None:
-        for name, p in model.named_parameters() if self.comm.size > 1 and self.comm.eager else ():
+        if self.comm.size == 1 or not self.comm.eager:
+            return
+        for name, p in model.named_parameters():
             mark = sharding(p)
+            if not p.is_floating_point():
+                continue
             if mark is not None and self._differs(mark):
-                self.parts[name] = p
+                if p.ndim < 3:  # others are experts, which may begin as copies of one
+                    self.parts[name] = p, None if p.is_meta else _digest(p, _FEW)
             elif p.requires_grad and (mark is None or not mark.axes):
                 self.hooks.append(p.register_post_accumulate_grad_hook(partial(self.note, name)))
+        # what a checkpoint has may be alike too
+        self.hooks.append(model.register_load_state_dict_post_hook(lambda *_: self.parts.clear()))
 
     def _differs(self, mark: Sharding) -> bool:
         """Whether each rank of ``comm`` has other entries."""
@@ -66,28 +76,34 @@ class FirstBackwards:
         """A hook of a whole parameter: take its gradient, which is compared when this backward ends."""
         if p.grad is None or p.grad.is_sparse or p.is_meta or torch.compiler.is_compiling():
             return
-        if not self.gradients:
-            torch.autograd.Variable._execution_engine.queue_callback(self.compare)
-        self.gradients[name] = _digest(p.grad)
+        if (backward := torch._C._current_graph_task_id()) not in self.gradients:
+            self.gradients[backward] = {}
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self.compare, backward))
+        self.gradients[backward][name] = _digest(p.grad)
+        self.noise = max(self.noise, torch.finfo(p.grad.dtype).eps)
 
-    def compare(self) -> None:
+    def compare(self, backward: int) -> None:
         """Collective over ``comm``, each of whose ranks ends this backward."""
-        whole = dict(sorted(self.gradients.items()))
-        parts = {name: _digest(p) for name, p in self.parts.items() if not p.is_meta and p.is_floating_point()}
-        self.left, self.gradients, self.parts = self.left - 1, {}, {}
+        whole = dict(sorted(self.gradients.pop(backward).items()))
+        parts = {name: _digest(p, _FEW) for name, (p, _) in self.parts.items() if not p.is_meta}
+        for name, now in parts.items():
+            first = self.parts[name][1]
+            now[1] *= first is None or not torch.equal(first.to(now.device), now)
+        self.left, self.parts = self.left - 1, {}
         for hook in self.hooks if self.left == 0 else ():
             hook.remove()
-        ranks = self.comm.all_gather(torch.stack([*whole.values(), *parts.values()])[None], 0)
+        device = self.comm.position.device  # parameters may be on several
+        ranks = self.comm.all_gather(torch.stack([t.to(device) for t in (*whole.values(), *parts.values())])[None], 0)
         norms, waves = ranks[:, : len(whole), 0].amax(0), ranks[:, :, 2:]
         apart = (waves[1:] - waves[:1]).abs().amax((0, 2))
-        wrong = apart[: len(whole)] > _APART * norms + _NOISE * norms.max()
+        wrong = apart[: len(whole)] > _APART * norms + self.noise * norms.max()
         if different := _chosen(whole, wrong):
             raise ValueError(
                 f"the gradient of {different}, whole on each tp rank, differs between them: ranks have other "
                 "batches or draw other random numbers, or it is used where each rank has a part, of the features or "
                 "with sequence_parallel of the tokens: there give its module the style 'replicated_with_grad_allreduce'"
             )
-        alike = (apart == 0)[len(whole) :] & (ranks[0, len(whole) :, 1] > 0)
+        alike = (apart == 0)[len(whole) :] & (ranks[:, len(whole) :, 1].amax(0) > 0)
         if same := _chosen(parts, alike):
             raise ValueError(
                 f"the ranks' parts of {same} have the same values: something filled the part of each as if "

@@ -78,3 +78,34 @@ def test_a_model_on_meta_gets_transformers_own_values(name: str) -> None:
             assert torch.equal(mine.get_parameter(key), hf.part(p.detach(), mine.get_parameter(key))), key
 
     run_ranks(Mesh({"tp": 2}), rank)
+
+
+def from_outside(module: nn.Module) -> None:
+    """As GPT-2's own function once did: a module fills what is inside of it."""
+    for name, p in module.named_parameters():
+        if name in ("c_proj.weight", "attn.c_attn.bias"):
+            p.data.normal_(0, 0.02).mul_(2)
+
+
+@pytest.mark.parametrize("way", ["init_weights", "apply"])
+def test_what_a_module_fills_inside_of_it(way: str) -> None:
+    model = MODELS["gpt2"]()
+    whole = copy.deepcopy(model)
+    torch.manual_seed(5)
+    whole.apply(from_outside)
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        mine = tpcore.parallelize(copy.deepcopy(model))
+        tpcore.random.manual_seed(5)
+        if way == "apply":
+            vars(mine)["_init_weights"].keywords["fn"] = from_outside
+            mine.apply(mine._init_weights)
+        else:
+            tpcore.init_weights(mine, from_outside)
+        want: dict[str, Tensor] = dict(whole.named_parameters())
+        for key, p in mine.named_parameters():
+            assert torch.equal(p, hf.part(want[key].detach(), p)), key
+        with pytest.raises(ValueError, match=r"fills.* of c_attn.bias, of which each rank has a part"):
+            tpcore.init_weights(mine, lambda m: m.c_attn.bias.data[:3].zero_() if hasattr(m, "c_attn") else None)
+
+    run_ranks(Mesh({"tp": 2}), rank)

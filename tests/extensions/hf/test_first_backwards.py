@@ -158,3 +158,67 @@ def test_parts_filled_as_if_they_were_whole_are_found(name: str) -> None:
                 loss.backward()
 
     run_ranks(TWO, rank)
+
+
+def _copies(part: Any) -> None:
+    for name, p in part.named_parameters():
+        if "up_proj" in name:
+            p.data[32:] = p.data[:32]
+
+
+@pytest.mark.parametrize("when", ["before", "in a checkpoint"])
+def test_parts_that_are_alike_in_the_model_itself_are_left(when: str) -> None:
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        whole = model("added")
+        if when == "before":
+            _copies(whole)
+        part = tpcore.parallelize(whole, plan=PLAN)
+        if when != "before":
+            other = model("added")
+            _copies(other)
+            part.load_state_dict(other.state_dict())
+        part(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
+
+    run_ranks(TWO, rank)
+
+
+class _Raise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise KeyError("halfway")
+
+
+def test_a_backward_that_raises_halfway_is_none_of_the_first() -> None:
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        part = tpcore.parallelize(model("derived"), plan=PLAN, sequence_parallel=True)
+        handle = part.model.layers[1].register_forward_hook(lambda m, a, y: _Raise.apply(y))
+        with pytest.raises(KeyError):
+            part(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
+        handle.remove()
+        with pytest.raises(ValueError, match="differs between them"):
+            part(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
+
+    run_ranks(TWO, rank)
+
+
+def test_parameters_without_a_digest_are_left() -> None:
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        whole = model("added")
+        whole.model.norm.turn = nn.Parameter(torch.ones(32, dtype=torch.complex64))
+        whole.model.norm.register_forward_hook(lambda m, a, y: y * m.turn.abs())
+        tpcore.parallelize(whole, plan=PLAN)(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
+
+    run_ranks(TWO, rank)
+
+
+def test_a_hook_that_would_see_a_part_of_a_sum_is_refused() -> None:
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        part = tpcore.parallelize(model("added"), plan=PLAN)
+        with pytest.raises(ValueError, match=r"part of a sum.*register it on the module around it"):
+            part.model.layers[0].self_attn.q_proj.register_full_backward_hook(lambda *_: None)
+
+    run_ranks(TWO, rank)

@@ -36,10 +36,11 @@ def generated(model: Any, **options: Any) -> torch.Tensor:
     [
         {"do_sample": False},
         {"do_sample": False, "cache_implementation": "static"},
+        {"do_sample": False, "cache_implementation": "static", "prefill_chunk_size": 3, "disable_compile": True},
         {"do_sample": False, "use_cache": False},
         {"num_beams": 2, "do_sample": False},
     ],
-    ids=["greedy", "static cache", "no cache", "beams"],
+    ids=["greedy", "static cache", "static cache in chunks", "no cache", "beams"],
 )
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "tokens"])
 def test_generates_what_the_whole_model_does(options: dict[str, Any], sequence_parallel: bool) -> None:

@@ -209,6 +209,10 @@ def _check_alike(model: Any, comm: Comm, arguments: dict[Any, Any]) -> None:
     )
 
 
+def _unknown() -> None:
+    """The heads of a cache that has seen no token."""
+
+
 def generate_alike(model: nn.Module, comm: Comm, experts: Comm) -> None:
     """Let ``model.generate`` draw the numbers of the first rank of ``comm`` on all of them, whatever their
     seeds. Samples, beams and guesses then agree, as the ranks' logits do. Ranks of ``experts``, which have other
@@ -234,5 +238,7 @@ def generate_alike(model: nn.Module, comm: Comm, experts: Comm) -> None:
         return bool((experts.all_reduce(left, "max") if synced_gpus else left).item())
 
     model.__dict__["generate"] = MethodType(generate, model)
+    # static caches are sized by what comes first: the configuration has the heads of all ranks
+    model.__dict__["_get_static_cache_init_shape"] = _unknown
     if experts.size > 1:  # transformers' own asks torch.distributed, of all ranks
         model.__dict__["_has_unfinished_sequences"] = MethodType(has_unfinished_sequences, model)

@@ -109,12 +109,12 @@ class TokenRegion:
         return ops.gather(self.bare(x), self.comm, 1) if self.is_marked(x) else x
 
     @staticmethod
-    def is_marked(x: Tensor) -> bool:
+    def is_marked(x: Tensor, block: str = "what follows the last block") -> bool:
         """Whether each rank has some of the tokens. ValueError for what other tensors have made of such states."""
         if x.ndim == 5 and x.shape[2:4] != _MARK:
             raise ValueError(
-                f"hidden states of shape {tuple(x.shape)}: this model adds to them between its blocks, where each rank "
-                "has some of the tokens: leave sequence_parallel out"
+                f"{block} gets hidden states of shape {tuple(x.shape)}: the model around it works on them between its "
+                "blocks, where each rank has some of the tokens: leave sequence_parallel out"
             )
         return x.ndim == 5
 

@@ -38,14 +38,14 @@ Map = Callable[[Tensor], Tensor]
 _BLOCK = "_tpcore_token_region"
 
 
-def _within(block: nn.Module, region: TokenRegion) -> None:
+def _within(block: nn.Module, name: str, region: TokenRegion) -> None:
     """Let ``region`` know while ``block`` runs whether its tokens are cut. In the forward itself, which recomputation
     runs again; the form of its input is all that it reads."""
     original = type(block)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        region, x = self.__dict__[_BLOCK], args[0] if args else kwargs["hidden_states"]
-        active = region.is_marked(x)
+        (region, name), x = self.__dict__[_BLOCK], args[0] if args else kwargs["hidden_states"]
+        active = region.is_marked(x, name)
         if active:
             args, kwargs = _before(region.bare, self, args, kwargs)
         before, region.active, region.grad = (region.active, region.grad), active, torch.is_grad_enabled()
@@ -57,7 +57,7 @@ def _within(block: nn.Module, region: TokenRegion) -> None:
             region.running = False
         return _after(region.marked, self, args, output) if active else output
 
-    block.__dict__[_BLOCK] = region
+    block.__dict__[_BLOCK] = region, name
     block.__class__ = with_forward(original, forward)
 
 
@@ -131,9 +131,9 @@ def cut_sequence(model: nn.Module, cuts: list[Cut], comm: Comm, draws: Draws) ->
         blocks[0].register_forward_pre_hook(partial(_check_held, region, blocks), with_kwargs=True)
         blocks[0].register_forward_pre_hook(partial(_before, region.enter), with_kwargs=True)
         blocks[-1].register_forward_hook(partial(_after, region.leave))
-        for block in blocks.children():
+        for number, block in blocks.named_children():
             draw_inside(block, draws, region.is_active)
-            _within(block, region)
+            _within(block, f"{name}.{number}", region)
         callers = name.split(".")[:-1]
         for caller in (model.get_submodule(".".join(callers[:i])) for i in range(len(callers) + 1)):
             caller.register_forward_pre_hook(partial(_hold, region), with_kwargs=True)

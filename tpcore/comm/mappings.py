@@ -50,6 +50,10 @@ class _Transformed(_Linear):
         transpose, forward = ctx.maps
         return _linear(tangent, ctx.comm, forward, transpose)
 
+    @staticmethod
+    def vmap(_: Any, dims: Any, x: Tensor, *maps: Any) -> tuple[Tensor, int]:
+        return torch.stack([_linear(row, *maps) for row in x.movedim(dims[0], 0)]), 0
+
 
 def transformed() -> bool:
     """Whether forward mode or a transform of torch.func is on, which know only these mappings."""
@@ -89,6 +93,11 @@ def copy(x: Tensor, comm: Comm, *, dtype: torch.dtype | None = None) -> Tensor:
 def reduce(x: Tensor, comm: Comm, *, dtype: torch.dtype | None = None) -> Tensor:
     """Partial sums -> replicated."""
     return _linear(x, comm, partial(_all_reduce, comm=comm, dtype=dtype), _same)
+
+
+def largest(x: Tensor, comm: Comm) -> Tensor:
+    """The largest on all ranks, without a gradient."""
+    return _linear(x.detach(), comm, partial(comm.all_reduce, op="max"), _same)
 
 
 def scatter(x: Tensor, comm: Comm, dim: int = -1) -> Tensor:

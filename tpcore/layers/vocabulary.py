@@ -66,7 +66,7 @@ def log_softmax_parts(logits: Tensor, comm: Comm, vocab: int) -> tuple[Tensor, T
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     words = fill_padding(wide, padding_of(wide, comm, vocab), -torch.inf)
     # a row of -inf less a finite number stays -inf, and is no NaN
-    largest = comm.all_reduce(words.detach().amax(-1), "max").clamp(min=torch.finfo(wide.dtype).min)
+    largest = ops.largest(words.amax(-1), comm).clamp(min=torch.finfo(wide.dtype).min)
     words = words - largest.unsqueeze(-1)
     return words, ops.reduce(words.exp().sum(-1), comm).log(), largest
 

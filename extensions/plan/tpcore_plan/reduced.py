@@ -84,6 +84,10 @@ class Reduced:
                 model, _ = build(target, 1, seq_len)
             self.name = type(model).__name__
             self._config = getattr(model, "config", None)
+            text = self._config.get_text_config()
+            heads, keys = (getattr(text, f"num_{kind}_heads", None) for kind in ("attention", "key_value"))
+            if isinstance(heads, int) and isinstance(keys, int) and heads % (keys or 1):
+                raise ValueError(f"{self.name} cannot run: {keys} key/value heads do not divide {heads} heads")
             for module in model.modules():
                 submodule: Any = module
                 config: Any = getattr(submodule, "config", None)

@@ -281,6 +281,8 @@ def test_what_has_no_stages(tmp_path: Path, kind: str, options: dict[str, Any], 
 def test_what_cannot_be_planned(tmp_path: Path, options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         plan(folder(tmp_path), **{"seq_len": SEQ, **options})
+    with pytest.raises(ValueError, match="3 key/value heads do not divide 8 heads"):
+        plan(folder(tmp_path, num_key_value_heads=3), devices=1, batch=1, seq_len=SEQ)
 
 
 # -- the lines that it prints --------------------------------------------------------------------------------

@@ -167,14 +167,6 @@ class ColumnParallelLinear(ParallelLinear):
             y = self.outputs(column_linear(x, weight, added, spec, self.weight_scale))
         return (y, None if bias is None else self.outputs(bias)) if self.skip_bias_add else y
 
-    def register_full_backward_hook(self, hook: Any, prepend: bool = False) -> Any:
-        if self.input_is_copied and self.tp.size > 1:
-            raise ValueError(
-                f"{self}: a backward hook would see this rank's part of a sum, the gradient of an input that several "
-                "layers share: register it on the module around it"
-            )
-        return super().register_full_backward_hook(hook, prepend)
-
     def _enter(self, x: Tensor) -> Tensor:
         if x.shape[-1] != self.in_features:
             refuse_width(self, self.in_features, x, self.in_features)

@@ -107,6 +107,14 @@ class ParallelModule(nn.Module):
         if name in self.shard_specs:  # a replacement, by `layer.weight = ...`
             self._stamp_all()
 
+    def register_full_backward_hook(self, hook: Any, prepend: bool = False) -> Any:
+        if getattr(self, "input_is_copied", False) and self.tp.size > 1:
+            raise ValueError(
+                f"{self}: a backward hook would see this rank's part of a sum, the gradient of an input that several "
+                "layers share: register it on the module around it"
+            )
+        return super().register_full_backward_hook(hook, prepend)
+
     def look_alike(self, what: str, t: Tensor) -> None:
         """Tell the observer of ``t``, which must be the same on all ranks of the tp group."""
         # a lazy backend would run a program for each value that is read

@@ -83,7 +83,8 @@ OLDEST_AT := $(VENV)/transformers-$(OLDEST)
 
 test-oldest: venv $(OLDEST_AT)/.done  ## parallelize with the oldest release of transformers that it takes
 	PYTHONPATH=$(OLDEST_AT) $(BIN)/python -m pytest $(PYTEST_ARGS) -m "not slow and not drill" \
-	    $(patsubst %,tests/extensions/hf/test_%.py,families parallelize parallelize_files parallelize_use generate_served)
+	    $(patsubst %,tests/extensions/hf/test_%.py,families parallelize parallelize_files parallelize_use \
+        generate_served batching expert_files)
 
 $(OLDEST_AT)/.done:
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --target $(OLDEST_AT) transformers==$(OLDEST).*

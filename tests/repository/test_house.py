@@ -48,7 +48,8 @@ def _absolute(module: str, node: ast.ImportFrom) -> str:
 
 
 ROOMS = (
-    "log extras errors settings layout comm backend runtime c10d layers train checkpoint processes trace testing cli"
+    "log extras errors settings nested private layout comm backend runtime c10d layers train checkpoint processes "
+    "trace testing cli"
 )
 ROOMS = (*ROOMS.split(), "__main__")
 """A room imports only rooms before it."""

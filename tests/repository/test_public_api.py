@@ -16,7 +16,8 @@ OTHERS = {
     name: text.split()
     for name, text in {
         "tpcore.comm.mappings": """
-            all_gather all_to_all averaged collect copy gather reduce reduce_scatter scatter shift sum_dtype transformed
+            all_gather all_to_all averaged collect copy gather largest reduce reduce_scatter scatter shift sum_dtype
+            transformed
         """,
         "tpcore.runtime.random": "draw get_state manual_seed mixed seeded set_state sharded",
         "tpcore_nxd.parallel_layers.grads": """

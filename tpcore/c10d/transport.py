@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..comm.transport import CPU, PRIMITIVES, Op, Pending, Transport, as_stored, inverse
 from ..layout.mesh import Group
+from ..private import gather_flat
 from .supervision.waiting import Waiting
 
 
@@ -86,14 +87,14 @@ class C10dTransport(Transport):
         self._enter("all_reduce", x, "max")
         x = x.contiguous()
         rows = x.new_empty((self.size, *x.shape))
-        gathered = self._pending(self._calls._allgather_base(self._wire(rows).view(-1), self._wire(x).view(-1)), rows)
+        gathered = self._pending(gather_flat(self._calls, self._wire(rows).view(-1), self._wire(x).view(-1)), rows)
         return lambda: gathered().amax(0)
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         self._enter("all_gather", x, dim)
         x = as_stored(x).contiguous()
         out = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
-        self.finish(self._calls._allgather_base(self._wire(out), self._wire(x)))
+        self.finish(gather_flat(self._calls, self._wire(out), self._wire(x)))
         if dim == 0:
             return out
         return out.view(self.size, *x.shape).movedim(0, dim).flatten(dim, dim + 1).contiguous()

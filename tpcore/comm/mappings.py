@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from ..private import in_transform
 from .comm import Comm
 from .observer import plain
 from .transport import inverse
@@ -57,7 +58,7 @@ class _Transformed(_Linear):
 
 def transformed() -> bool:
     """Whether forward mode or a transform of torch.func is on, which know only these mappings."""
-    return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+    return forward_ad._current_level >= 0 or in_transform()
 
 
 def _linear(x: Tensor, comm: Comm, forward: Map, transpose: Map) -> Tensor:

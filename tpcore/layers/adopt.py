@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm import mappings as ops
+from ..private import BACKWARD_HOOKS, FORWARD_HOOKS, accumulation_hooks, backward_hooks
 from .features import Features
 from .module import Device, ParallelModule
 
@@ -42,12 +43,11 @@ def checked_plain(plain: nn.Module, kind: type[nn.Module], layer: type[nn.Module
 
 def is_hooked(module: nn.Module) -> bool:
     """Whether a hook sees what enters or leaves ``module``."""
-    return any(vars(module)[name] for name in ("_forward_pre_hooks", "_forward_hooks", *_BACKWARD))
+    return any(vars(module)[name] for name in (*FORWARD_HOOKS, *BACKWARD_HOOKS))
 
 
 HOOKED = "_tpcore_hooked"
 """The mark of a layer that had hooks before it was sharded."""
-_BACKWARD = ("_backward_hooks", "_backward_pre_hooks")
 
 
 def filled(layer: Layer, plain: nn.Module) -> Layer:
@@ -58,9 +58,9 @@ def filled(layer: Layer, plain: nn.Module) -> Layer:
         whole = plain.get_parameter(name)
         part = nn.Parameter(part_of(layer, name, whole.detach()), requires_grad=whole.requires_grad)
         vars(part).update(vars(whole))
-        for hook in (whole._backward_hooks or {}).values() if part.requires_grad else ():
+        for hook in backward_hooks(whole) if part.requires_grad else ():
             part.register_hook(hook)
-        for hook in (getattr(whole, "_post_accumulate_grad_hooks", None) or {}).values():
+        for hook in accumulation_hooks(whole).values():
             part.register_post_accumulate_grad_hook(hook)
         layer.register_parameter(name, part)
     for name, value in vars(plain).items():
@@ -113,7 +113,7 @@ def _partly(layer: ParallelModule, plain: nn.Module) -> Iterator[str]:
             f"a class that adds {', '.join(own)} to torch's, which a layer with a part of the features cannot have: "
             "put that on a module around it, or leave this one whole with the style 'replicate'"
         )
-    if any(layer.sides) and any(vars(plain)[name] for name in _BACKWARD):
+    if any(layer.sides) and any(vars(plain)[name] for name in BACKWARD_HOOKS):
         yield "backward hooks, which would see a rank's part of the gradients: register them on the module around it"
     partly = ("sequence_parallel", "tokens", "input_is_copied", "skip_bias_add")
     if is_hooked(plain) and (
@@ -193,7 +193,7 @@ def see_whole(module: nn.Module) -> None:
     """Let the hooks of a module's forward, which has a layer's inputs and outputs, see the features of all ranks."""
     if is_hooked(module):
         vars(module)[HOOKED] = True
-    for name, after in (("_forward_pre_hooks", False), ("_forward_hooks", True)):
+    for name, after in zip(FORWARD_HOOKS, (False, True), strict=True):
         hooks = vars(module)[name]
         hooks.update({number: _OnWhole(hook, after) for number, hook in hooks.items()})
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..private import TorchDispatchMode, schema_of
 from .adopt import twin
 from .module import ParallelModule
 from .sharding import sharding
@@ -71,7 +71,7 @@ class _Inside(TorchDispatchMode):
             super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        changed = func._schema.arguments[:1]
+        changed = schema_of(func).arguments[:1]
         writes = changed and changed[0].alias_info is not None and changed[0].alias_info.is_write
         part = self.parts.get(args[0].untyped_storage().data_ptr()) if writes else None
         if part is None or any(isinstance(t, Tensor) and t.shape == part[1].shape for t in args[1:]):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..comm import mappings as ops
 from ..layout.shard import ShardSpec
+from ..private import is_wrapped, unwrapped
 from .adopt import checked_plain, filled
 from .features import Features, check_tokens_dim, cut_features, tokens_over
 from .fused import leave
@@ -33,8 +34,8 @@ def check_ids(ids: Tensor, size: int, what: str, ignore: int | None = None, *, r
         fits = fits if ignore is None else fits | (ids == ignore)
         torch._assert_async(fits.all(), f"{what}: an id does not fit a vocabulary of {size}")
         return
-    while torch._C._functorch.is_functorch_wrapped_tensor(ids):  # vmap reads no values
-        ids = torch._C._functorch.get_unwrapped(ids)
+    while is_wrapped(ids):  # vmap reads no values
+        ids = unwrapped(ids)
     if not ids.numel() or ids.is_meta:
         return
     low, high = (int(v) for v in torch.aminmax(ids))

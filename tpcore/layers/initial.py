@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..layout.layout import Layout
 from ..layout.mesh import Mesh
 from ..layout.slices import Box, narrowed
+from ..private import no_torch_function
 
 Init = Callable[[Tensor], object]
 _Step = tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]
@@ -50,7 +51,7 @@ class _Recorder(Tensor):
         self.program = []
         return self
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

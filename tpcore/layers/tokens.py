@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..comm import mappings as ops
 from ..comm.comm import Comm
+from ..private import backward_number
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class TokenRegion:
 
     def is_spread(self) -> bool:
         """``spread``, where a block runs, or a part of one is recomputed in backward by itself."""
-        return self.spread and (self.running or torch._C._current_graph_task_id() >= 0)
+        return self.spread and (self.running or backward_number() >= 0)
 
     def enter(self, x: Tensor) -> Tensor:
         """This rank's chunk of whole tokens, in its form."""

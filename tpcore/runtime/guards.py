@@ -151,7 +151,7 @@ def _hooked(function: Function) -> Function:
 def _own() -> Iterator[Guard]:
     """torch looks these names up at each call, so they guard a ``clip_grad_norm_`` or ``weight_norm`` that a program
     has imported before, too."""
-    norms = clip_grad._get_total_norm, clip_grad._clip_grads_with_norm_
+    norms = nn.utils.get_total_norm, nn.utils.clip_grads_with_norm_
     for module in (nn.utils, clip_grad):
         for name in [name for name, f in vars(module).items() if f in norms]:
             yield Guard(module, name, _norm, "the norm of a rank's part is no norm")

@@ -23,6 +23,7 @@ from tpcore.c10d.transport import C10dTransport
 from tpcore.comm.transport import CPU, Pending, Transport
 from tpcore.layout.mesh import Group
 from tpcore.log import inform
+from tpcore.private import backend_of, gather_flat
 from tpcore.runtime.context import current
 from tpcore.settings import Variable, changed, one_of
 
@@ -46,7 +47,7 @@ class GlooTransport(C10dTransport):
         return f"gloo ({self.why})"
 
     def _handle(self, pg: Any) -> Any:
-        return pg._get_backend(CPU)
+        return backend_of(pg, CPU)
 
     def _started_scatter(self, sent: Tensor, x: Tensor, dim: int) -> Pending:
         """All-to-all, then a local sum: half the traffic of gloo's reduce-scatter, which all-reduces.
@@ -61,7 +62,7 @@ def exchanged(pg: Any, waiting: Waiting, text: str) -> list[str]:
     size = len(waiting.members)
     sent = torch.frombuffer(bytearray(text.encode()[:255].ljust(256, b"\0")), dtype=torch.uint8)
     texts = torch.empty(256 * size, dtype=torch.uint8)
-    waiting.finish(pg._get_backend(CPU)._allgather_base(texts, sent))
+    waiting.finish(gather_flat(backend_of(pg, CPU), texts, sent))
     return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in texts.view(size, 256)]
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
 from tpcore.errors import BackendError
+from tpcore.private import HigherOrderOperator, OpOverload
 
 JSON = Any
 _ON_NUMBERS = "add sub mul truediv floordiv mod neg pow lt le gt ge eq ne and_ or_ not_ lshift rshift getitem"
@@ -53,9 +54,9 @@ def _node(node: Node) -> JSON:
 
 
 def _name_of(target: Any) -> str:
-    if isinstance(target, torch._ops.OpOverload):
-        return f"{target.namespace}::{target._schema.name.partition('::')[2]}.{target._overloadname}"
-    if isinstance(target, torch._ops.HigherOrderOperator):
+    if isinstance(target, OpOverload):
+        return str(target).replace(".", "::", 1)
+    if isinstance(target, HigherOrderOperator):
         return f"higher_order::{target.name()}"
     for name, function in _PYTHON.items():
         if function is target:
@@ -114,11 +115,11 @@ def _target(name: str) -> Target:
     op: Target | None = _PYTHON.get(name)
     if rest and space == "higher_order":
         op = getattr(torch.ops.higher_order, rest, None)
-        op = op if isinstance(op, torch._ops.HigherOrderOperator) else None
+        op = op if isinstance(op, HigherOrderOperator) else None
     elif rest and not name.startswith(_REFUSED):
         packet, _, overload = rest.rpartition(".")
         op = getattr(getattr(getattr(torch.ops, space), packet, None), overload, None)
-        op = op if isinstance(op, torch._ops.OpOverload) else None
+        op = op if isinstance(op, OpOverload) else None
     if op is None:
         raise BackendError(f"operator {name} is not in this process: import what defines it, or torch is too old")
     return op

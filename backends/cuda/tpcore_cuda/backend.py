@@ -27,6 +27,7 @@ from tpcore.c10d.transport import C10dTransport
 from tpcore.comm.transport import Transport
 from tpcore.errors import BackendError
 from tpcore.layout.mesh import Group
+from tpcore.private import backend_of
 
 SHARE = settings.Variable("NCCL_MULTI_RANK_GPU_ENABLE", settings.one_of({"1": True, "0": False}), False)
 ON_ERROR = settings.Variable("TORCH_NCCL_ASYNC_ERROR_HANDLING", str, "2")
@@ -184,7 +185,7 @@ class CudaBackend(C10dBackend):
     def _abort(self, watch: Waiting, pg: Callable[[], Any]) -> None:
         """In a lost job, end the kernels that wait for other ranks: the host would wait for them, and never
         return. The job's monitor calls it; a program that ends well leaves its kernels to their end."""
-        abort = getattr(pg()._get_backend(self.device()), "abort", None)
+        abort = getattr(backend_of(pg(), self.device()), "abort", None)
         if abort is not None and watch.lost_job is not None:
             abort()
 

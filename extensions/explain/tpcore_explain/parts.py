@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
+from tpcore import nested
 from tpcore.comm.observer import Observed
+from tpcore.private import OpOverload, plain_functions
 
 
 def _words(*texts: str) -> frozenset[str]:
@@ -111,15 +112,15 @@ class PartOf(Observed):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        tensors = list(nested.tensors((args, kwargs)))
         mark = next(t.mark for t in tensors if isinstance(t, PartOf))
         name = getattr(func, "__name__", "").strip("_")
         # what an operation is made of is no operation of the program: on meta tensors it comes here by itself
-        inner = isinstance(func, torch._ops.OpOverload) and func.namespace in ("aten", "prims")
+        inner = isinstance(func, OpOverload) and func.namespace in ("aten", "prims")
         silent = inner or (mark.certain and not understood(name))
         if not silent and (problem := _problem(name, mark, tensors, args, kwargs)):
             mark.report(problem)
-        with torch._C.DisableTorchFunctionSubclass():
+        with plain_functions():
             out = func(*args, **kwargs)
             groups = kwargs.get("groups", args[6] if len(args) > 6 else 1)
             if name in _CONTRACTIONS or (name in _CONVOLUTIONS and groups == 1):

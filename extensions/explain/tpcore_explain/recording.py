@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,8 @@ from tpcore.comm.signature import library
 from tpcore.comm.transport import PRIMITIVES, Primitive
 from tpcore.comm.wrapper import TransportWrapper
 from tpcore.layout.mesh import Group
+from tpcore.nested import tensors
+from tpcore.private import backward_node
 from tpcore.train.pipeline import PipelinedLayers
 
 _HERE = str(Path(__file__).parent)
@@ -87,13 +89,13 @@ class Recorder:
         """The module that computes now; "" if it cannot be told."""
         if self._running:
             return self._running[-1].module
-        node = torch._C._current_autograd_node()
+        node = backward_node()
         return "" if node is None or node not in self._makers else self._makers[node].module
 
     def _where(self) -> Where:
         if self._running:  # in backward too, if checkpointing runs a part of forward again
             return Where(self._running[-1].module, _site() or self._running[-1].site)
-        node = torch._C._current_autograd_node()  # the node that backward is running, or None
+        node = backward_node()
         return Where("", _site()) if node is None else self._makers.get(node, Where("", ""))
 
     @contextmanager
@@ -130,17 +132,6 @@ class Recorder:
             if node not in self._makers:
                 self._makers[node] = maker
                 todo += [before for before, _ in node.next_functions if before is not None]
-
-
-def tensors(value: Any) -> Iterator[Tensor]:
-    """All tensors in a model's input or output."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping) or dataclasses.is_dataclass(value):
-        yield from tensors(list((value if isinstance(value, Mapping) else vars(value)).values()))
-    elif isinstance(value, list | tuple):
-        for element in value:
-            yield from tensors(element)
 
 
 def _site() -> str:

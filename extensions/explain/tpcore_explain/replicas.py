@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
+from tpcore import nested
 from tpcore.layers.sharding import sharding
 from tpcore.layout.slices import narrowed
 from tpcore.runtime.consensus import gather
@@ -67,7 +67,7 @@ def _digests(
 ) -> Iterator[TensorDigest]:
     data, stage = ctx.index(ctx.data), ctx.mesh.coords(ctx.rank).get("pp", 0)
     state: Any = {} if optimizer is None else optimizer.state
-    for i, value in enumerate(t for t in tree_leaves(batch) if isinstance(t, Tensor)):
+    for i, value in enumerate(nested.tensors(batch)):
         digest = f"{tuple(value.shape)} {value.dtype} {_digest(value)[0]}"
         yield TensorDigest(BATCH, f"tensor {i}", "", ctx.index(ctx.batch), digest, True, ctx.rank)
     for name, p in model.named_parameters():

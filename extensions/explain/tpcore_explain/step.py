@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
 
+from tpcore import nested
 from tpcore.backend.registry import check_fits
 from tpcore.checkpoint.storage.tensorfile import nbytes_of
 from tpcore.comm.signature import library
@@ -26,7 +26,7 @@ from tpcore.train.pipeline import PipelinedLayers, Schedule
 from tpcore.train.step import stepping_of
 
 from .checked import Checks
-from .recording import Collective, Recorder, RecordingBackend, tensors
+from .recording import Collective, Recorder, RecordingBackend
 from .target import Inputs
 
 Build = Callable[[], tuple[nn.Module, Inputs]]
@@ -109,7 +109,7 @@ def record(
     with use(ctx), in_eager_mode(), rng, _explain_errors(rank, recorder), meta, _Counts():
         recorder.phase = "building"
         model, inputs = build()
-        for i, t in enumerate(tensors(inputs)):
+        for i, t in enumerate(nested.tensors(inputs)):
             checks.same(f"input {i}", t, f"of {type(model).__name__}")
         move_model_to_device(model, "meta")
         if dtype is not None:
@@ -179,7 +179,7 @@ def _loss(model: nn.Module, inputs: Inputs, dtype: torch.dtype | None) -> Tensor
             raise ValueError(f"the loss function returned {_kind(scalar)}, not a tensor of one element")
         return scalar
     batch = dict(inputs) if isinstance(inputs, Mapping) else inputs  # of transformers there are mappings of other kinds
-    meta_batch = tree_map_only(Tensor, lambda t: t.to("meta", dtype if t.is_floating_point() else None), batch)
+    meta_batch = nested.mapped(lambda t: t.to("meta", dtype if t.is_floating_point() else None), batch)
     if isinstance(meta_batch, Mapping):
         out = model(**meta_batch)
     else:
@@ -187,7 +187,7 @@ def _loss(model: nn.Module, inputs: Inputs, dtype: torch.dtype | None) -> Tensor
     loss = getattr(out, "loss", None)
     if isinstance(loss, Tensor):
         return loss
-    parts = [t.sum() for t in tensors(out) if t.requires_grad]
+    parts = [t.sum() for t in nested.tensors(out) if t.requires_grad]
     if not parts:
         raise ValueError(f"{type(model).__name__} returned {_kind(out)}, none of it with a gradient")
     return torch.stack([p.float() for p in parts]).sum()
@@ -200,7 +200,7 @@ def _kind(value: Any) -> str:
 def _info(name: str, p: nn.Parameter, layer: str, gradient: int, state: Mapping[Any, Any]) -> Parameter:
     placement, dtype = sharding(p), str(p.dtype).removeprefix("torch.")
     full, cut = (tuple(p.shape), False) if placement is None else (placement.layout.shape, bool(placement.axes))
-    state_bytes = sum(map(nbytes_of, tensors(state.get(p, {}))))
+    state_bytes = sum(map(nbytes_of, nested.tensors(state.get(p, {}))))
     return Parameter(name, layer, tuple(p.shape), full, dtype, cut, nbytes_of(p), gradient, state_bytes)
 
 

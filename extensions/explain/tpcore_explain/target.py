@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from tpcore.checkpoint.storage.files import read_file
+from tpcore_hf.private import set_experts
 
 Inputs = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any] | Callable[[nn.Module], Tensor]
 """The input of forward: a tensor, positional or keyword arguments; or ``loss(model)``, which calls it."""
@@ -129,7 +130,7 @@ def _made(transformers: Any, target: str) -> Any:
         config = cls.config_class()
     if hasattr(config, "use_cache"):
         config.use_cache = False  # the cache is for generation; in a training step it only costs memory
-    config._experts_implementation = "batched_mm"  # of static shapes: the others read which experts are chosen
+    set_experts(config, "batched_mm")  # of static shapes: the others read which experts are chosen
     return transformers.AutoModel.from_config(config) if cls is None else cls(config)
 
 

@@ -24,6 +24,7 @@ from tpcore.layers.apply import initialized
 from tpcore.layers.module import ParallelModule
 from tpcore.layers.sharding import sharding
 from tpcore.log import inform
+from tpcore.private import backward_hooks
 from tpcore.runtime.context import ParallelContext, current, use
 from tpcore.train.pipeline import find_layers
 
@@ -222,7 +223,7 @@ def _connect(model: nn.Module, cuts: list[Cut], comm: Comm, rules: Mapping[str, 
     head = model.get_output_embeddings()  # type: ignore[operator]
     gathered = isinstance(head, ColumnParallelLinear) and any(cut.style == styles.COLUMN_GATHERED for cut in cuts)
     # what is attached that sees logits, or their gradients, sees whole ones
-    if gathered and not (head._backward_hooks or head._backward_pre_hooks or "forward" in vars(model)):
+    if gathered and not (backward_hooks(head) or "forward" in vars(model)):
         cut_loss(model, head)
     guard(model)
     save = model.__dict__.get("save_pretrained")  # of a quantized model, a refusal

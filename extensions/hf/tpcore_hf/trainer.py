@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import tpcore
 from tpcore import settings
 from tpcore.errors import extra
+from tpcore.private import forward_pre_hooks
 
 with extra("trainer", __name__):
     import transformers
@@ -88,7 +89,7 @@ class Trainer(transformers.Trainer):
         check_arguments(self.args)
         check_cut(self.model)
         for module in self.model.modules():
-            if isinstance(module, PipelinedLayers) and not module._forward_pre_hooks:
+            if isinstance(module, PipelinedLayers) and not forward_pre_hooks(module):
                 module.register_forward_pre_hook(partial(_fit, module.num_microbatches), with_kwargs=True)
 
     # -- who is who ---------------------------------------------------------------------------------------

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from tpcore import nested
+from tpcore.private import TorchDispatchMode, schema_of
 from tpcore_explain.recording import Collective, Recorder
 
 BEFORE, AFTER = "before the layers", "after the layers"
@@ -77,7 +77,7 @@ class Meter(TorchDispatchMode):
     def on(self, recorder: Recorder, model: nn.Module, inputs: Any) -> Iterator[None]:
         """Meter what runs inside the block; ``model``'s own tensors and ``inputs`` are no part of what is held."""
         self._recorder = recorder
-        tensors = [t for t in (*model.parameters(), *model.buffers(), *tree_leaves(inputs)) if isinstance(t, Tensor)]
+        tensors = [*model.parameters(), *model.buffers(), *nested.tensors(inputs)]
         self._excluded = [t.untyped_storage() for t in tensors]  # kept, so that no other storage gets their place
         self._excluded_keys = {storage._cdata for storage in self._excluded}
         with self, _Kernels(self):
@@ -86,8 +86,8 @@ class Meter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        packet = func._overloadpacket
-        key = None if func.is_view or func._schema.is_mutable else (func, _signature(args), _signature(kwargs))
+        packet = func.overloadpacket
+        key = None if func.is_view or schema_of(func).is_mutable else (func, _signature(args), _signature(kwargs))
         if key in self._results:
             shape, stride, dtype, cost = self._results[key]
             out = _aten.empty_strided.default(shape, stride, dtype=dtype, device="meta")
@@ -100,9 +100,8 @@ class Meter(TorchDispatchMode):
             self._enter()
         else:
             self.note(*cost)
-        for t in (out,) if isinstance(out, Tensor) else tree_leaves(out):
-            if isinstance(t, Tensor):
-                self._hold(t.untyped_storage())
+        for t in nested.tensors(out):
+            self._hold(t.untyped_storage())
         return out
 
     def note(self, name: str, flops: float, nbytes: float, times: int = 1) -> None:
@@ -160,7 +159,7 @@ def _is_new(out: Any, inputs: Any) -> bool:
     extent = 1 + sum((n - 1) * step for n, step in zip(out.shape, out.stride(), strict=True))
     if out.numel() and storage.nbytes() != extent * out.element_size():
         return False
-    return all(t.untyped_storage()._cdata != storage._cdata for t in tree_leaves(inputs) if isinstance(t, Tensor))
+    return all(t.untyped_storage()._cdata != storage._cdata for t in nested.tensors(inputs))
 
 
 def _signature(value: Any) -> Any:
@@ -180,8 +179,8 @@ def cost_of(packet: Any, args: Any, kwargs: Any, out: Any) -> tuple[str, float, 
     """The name of an operator, its FLOPs, and the bytes that it reads and writes."""
     from torch.utils.flop_counter import flop_registry  # it imports a compiler
 
-    written = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
-    read = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    written = list(nested.tensors(out))
+    read = list(nested.tensors((args, kwargs)))
     name, flops = packet.__name__, 0.0
     if packet in _KERNEL:  # first: torch has counted them since 2.15, by all pairs where half of them are hidden too
         backward = _KERNEL[packet] > 1

@@ -13,15 +13,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from tpcore import nested
 from tpcore.checkpoint.storage.tensorfile import nbytes_of
 from tpcore.layout.mesh import Mesh
 from tpcore.log import quiet
 from tpcore.train.zero import Zero1
-from tpcore_explain.recording import Recorder, tensors
+from tpcore_explain.recording import Recorder
 from tpcore_explain.step import MakeOptimizer, record
 from tpcore_explain.target import Factory, Inputs, build, hugging_face_inputs, with_labels
 from tpcore_hf.experts.layers import ShardedExperts
 from tpcore_hf.plan.heads import key_value_width
+from tpcore_hf.private import set_experts
 
 from .costs import HeldBytes, StepCosts, compact, held_by, on_line, parts_of
 from .meter import Meter
@@ -85,14 +87,13 @@ class Reduced:
             self.name = type(model).__name__
             self._config = getattr(model, "config", None)
             text = self._config.get_text_config()
-            heads, keys = (getattr(text, f"num_{kind}_heads", None) for kind in ("attention", "key_value"))
+            heads, keys = (getattr(text, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
             if isinstance(heads, int) and isinstance(keys, int) and heads % (keys or 1):
                 raise ValueError(f"{self.name} cannot run: {keys} key/value heads do not divide {heads} heads")
             for module in model.modules():
                 submodule: Any = module
                 config: Any = getattr(submodule, "config", None)
-                if hasattr(config, "_experts_implementation"):
-                    config._experts_implementation = "grouped_mm"  # of shapes that do not depend on what is chosen
+                set_experts(config, "grouped_mm")  # of shapes that do not depend on what is chosen
                 if _has_experts(module):
                     self.experts = max(self.experts, submodule.num_experts)
             self._plain = self.reduce(model.to(dtype=dtype))
@@ -207,7 +208,7 @@ class Reduced:
         def watch(recorder: Recorder, model: nn.Module, inputs: Inputs) -> Iterator[None]:
             meter.shares = _shares(model, ways)
             layer = model.get_submodule(self.order[0]) if self.order else model
-            handle = layer.register_forward_hook(lambda _, __, out: hidden.append(nbytes_of(next(tensors(out)))))
+            handle = layer.register_forward_hook(lambda _, __, out: hidden.append(nbytes_of(next(nested.tensors(out)))))
             with meter.on(recorder, model, inputs):
                 yield
             handle.remove()

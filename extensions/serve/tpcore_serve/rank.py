@@ -133,7 +133,7 @@ def main(lifeline: int, fd: int, ready: int, options: dict[str, Any]) -> int:
     model, engine, limit = engine_of(*engine_options, options["timeout"])
     engine.start()
     if ctx.rank > 0:
-        engine._generation_thread.join()
+        engine.join(time.perf_counter())
         return _failed(engine)
     tokenizer = transformers.AutoTokenizer.from_pretrained(options["folder"])
     batches = Batches(engine, limit, options["requests"])

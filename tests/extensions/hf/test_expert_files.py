@@ -33,6 +33,13 @@ MESHES = {
     "ep 2 x tp 2": ({"dp": 1, "ep": 2, "tp": 2}, FEATURES),
     "ep 2 x tp 2, experts": ({"dp": 1, "ep": 2, "tp": 2}, WHOLE),
 }
+SPREADS = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23)
+
+
+def taken(mesh: str) -> tuple[dict[str, int], dict[str, Any]]:
+    if mesh != "tp 2" and not SPREADS:
+        pytest.skip("experts of this transformers take no part of all: parallelize refuses to spread them")
+    return MESHES[mesh]  # type: ignore[return-value]
 
 
 def watched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
@@ -59,7 +66,7 @@ def test_a_model_and_a_checkpoint_become_the_files_that_transformers_writes(
     name: str, mesh: str, tmp_path: Path
 ) -> None:
     """With each expert by itself."""
-    axes, options = MESHES[mesh]
+    axes, options = taken(mesh)
     torch.manual_seed(0)
     whole = MAKES[name]()
     whole.save_pretrained(tmp_path / "whole")
@@ -100,7 +107,7 @@ def experts_of(model: Any) -> dict[str, Tensor]:
 def test_a_rank_reads_of_each_expert_what_it_keeps(
     name: str, mesh: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    axes, options = MESHES[mesh]
+    axes, options = taken(mesh)
     torch.manual_seed(0)
     whole = MAKES[name]()
     whole.save_pretrained(tmp_path)
@@ -140,6 +147,7 @@ def transposed(folder: Path) -> Any:
     return whole
 
 
+@pytest.mark.skipif(not SPREADS, reason="experts of this transformers take no part of all")
 def test_what_is_stored_transposed_is_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     whole = transposed(tmp_path)
@@ -178,7 +186,12 @@ def converters() -> dict[str, tuple[Any, list[list[Tensor]], list[tuple[int, ...
         "stacked and joined": (of("a.* b.*", "x", merge, conversions.Concatenate(1)), experts, [(4, 12, 5)]),
         "joined": (of("a b", "x", conversions.Concatenate(0)), [tensors(1, 6, 5), tensors(1, 2, 5)], [(8, 5)]),
         "divided": (of("a", "x y z", conversions.Chunk(0)), [tensors(1, 6, 5)], [(2, 5)] * 3),
-        "divided unevenly": (of("a", "x y", conversions.Split(1)), [tensors(1, 6, 5)], [(6, 3), (6, 2)]),
+        # transformers has it since 5.23
+        **(
+            {"divided unevenly": (of("a", "x y", conversions.Split(1)), [tensors(1, 6, 5)], [(6, 3), (6, 2)])}
+            if hasattr(conversions, "Split")
+            else {}
+        ),
         "transposed": (of("a", "x", conversions.Transpose(1, 2)), [tensors(1, 4, 6, 5)], [(4, 5, 6)]),
         "as it should be": (of("a", "x", conversions.Transpose(1, 2, True)), [tensors(1, 4, 6, 5)], [(4, 6, 5)]),
         "in turns": (of("a", "x", turns), [tensors(1, 4, 6, 5)], [(4, 6, 5)]),

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
+from ... import nested
 from ...errors import CheckpointError
 from ..storage.files import open_regular
 from ..stored import MemoryShard
@@ -118,7 +118,7 @@ def _is_special(t: Tensor) -> bool:
 
 def in_own_memory(value: Any) -> Any:
     """``value`` with copies of its tensors: a mapped tensor would change, or fault, with its file."""
-    return tree_map_only(Tensor, torch.clone, value)
+    return nested.mapped(torch.clone, value)
 
 
 def _check_extent(path: str, top: Any) -> None:

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
+from ... import nested
 from ...errors import CheckpointError
 from ...layout.shard import Block, ShardSpec
 from ..manifest import STATE
@@ -199,7 +199,7 @@ class PickledShards(RankFiles):
 
     def read(self, file: str) -> tuple[Mapping[str, Any], Entries]:
         pickled = top_of(file, self.how, _REFERENCES)
-        top = tree_map_only(TensorReference, lambda reference: _resolved(reference, file, self.how), pickled)
+        top = nested.mapped(lambda reference: _resolved(reference, file, self.how), pickled, TensorReference)
         return parted({key: value for key, value in top.items() if key != "tp_rank"}, self.how, file)
 
 

@@ -13,6 +13,7 @@ from ...errors import CheckpointError
 from ...layout.layout import Layout
 from ...layout.mesh import Mesh
 from ...layout.shard import ShardSpec
+from ...private import forward_pre_hooks
 from ...runtime.context import ParallelContext
 from ..storage.files import listed
 from ..stored import ReadPlan, Stored, layout_of
@@ -191,5 +192,6 @@ class _WithoutValues:
                 f"{names} {'has' if len(left) == 1 else 'have'} no values: on meta since the model was made there, and "
                 "in no checkpoint. Set them before the first forward, or make what owns them with torch.device('cpu')"
             )
-        for key in [key for key, hook in module._forward_pre_hooks.items() if hook is self]:
-            del module._forward_pre_hooks[key]
+        hooks = forward_pre_hooks(module)
+        for key in [key for key, hook in hooks.items() if hook is self]:
+            del hooks[key]

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
+from ... import nested
 from ...comm.comm import Comm
 from ...runtime import random
 
@@ -108,7 +108,7 @@ def _mapped(value: Any, fn: Callable[[Tensor, str], Any], name: str) -> Any:
             "model makes no cache with use_cache=False"
         )
 
-    return tree_map(leaf, value)
+    return nested.mapped(leaf, value, object)
 
 
 def check_count(number: int) -> int:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ...comm.comm import Comm
 from ...comm.transport import CPU, Pending
 from ...layout.slices import Share, narrowed
+from ...private import accumulation_hooks
 from ...runtime.context import current
 from ..clip import Addend, Parts, shares_of
 from ..data_parallel import Bucket, buckets, present_anywhere
@@ -171,8 +172,7 @@ class Accumulation:
     def watch(self, parameters: Iterable[Tensor]) -> None:
         """Sum the gradients of these parameters from now on. A move to another device loses the hook: call it again."""
         for p in parameters if self._dtype is not None else ():
-            hooks = getattr(p, "_post_accumulate_grad_hooks", None) or {}
-            if p.requires_grad and self._handles.get(p) not in hooks:
+            if p.requires_grad and self._handles.get(p) not in accumulation_hooks(p):
                 # a reference that keeps no optimizer alive
                 self._handles[p] = p.register_post_accumulate_grad_hook(partial(_add, weakref.ref(self))).id
 

@@ -15,10 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
-from torch import Tensor
-from torch.utils import _pytree
 
-from tpcore import settings
+from tpcore import nested, settings
+from tpcore.private import native_groups
 from tpcore.processes.launch import follow
 from tpcore.processes.transfer import pack_outcome, unpack_call
 
@@ -63,8 +62,7 @@ def install(rank: Callable[[], int | None], size: int) -> Callable[[], None]:
         stores.clear()
 
     c10d._world = Worlds(fields)  # type: ignore[assignment]
-    native: Any = torch._C._distributed_c10d
-    native._set_thread_isolation_mode(True)  # one table of groups by name for each thread
+    native_groups._set_thread_isolation_mode(True)  # one table of groups by name for each thread
     handlers = c10d.rendezvous.__globals__["_rendezvous_handlers"]
     for scheme in ("env", "xla"):
         handlers[scheme] = meet
@@ -109,7 +107,7 @@ def serve(size: int, conn: Connection) -> None:
 
 def _on_cpu(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     result = fn(*args, **kwargs)
-    return _pytree.tree_map(lambda x: x.detach().cpu() if isinstance(x, Tensor) else x, result)
+    return nested.mapped(lambda t: t.detach().cpu(), result)
 
 
 if __name__ == "__main__":

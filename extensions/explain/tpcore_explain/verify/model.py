@@ -22,6 +22,7 @@ from tpcore.runtime.context import ParallelContext
 from tpcore.runtime.init import init, shutdown
 from tpcore.testing.twin import compare
 from tpcore_hf.api import parallelize
+from tpcore_hf.private import set_experts
 
 TOLERANCE = 1e-5  # norms and routers of transformers round to float32, whose step is 1e-7, and layers stand above them
 LARGEST = 50_000_000  # parameters; each rank has the whole copy too, with gradients, in float64
@@ -145,7 +146,7 @@ def tiny_model(folder: str | os.PathLike[str], tp: int) -> Any:
 
 def _causal(transformers: Any, config: Any) -> Any:
     try:
-        return transformers.AutoModelForCausalLM._model_mapping[type(config)]
+        return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     except KeyError:
         raise ValueError(f"config.json names no architecture of transformers {transformers.__version__}") from None
 
@@ -200,8 +201,7 @@ def _less(config: Any, tp: int, shrink: Callable[[Any, int], None], depth: int |
         _narrow(part, tp, {before: text.hidden_size})
         if depth is not None:
             _shorten(part, depth)
-        if hasattr(part, "_experts_implementation"):
-            part._experts_implementation = "eager"  # the default kernel takes no float64
+        set_experts(part, "eager")  # the default kernel takes no float64
     return config
 
 

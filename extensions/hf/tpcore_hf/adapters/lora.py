@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from tpcore.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
 from tpcore.layers.adopt import adopt, is_hooked
 from tpcore.layers.sharding import sharding
+from tpcore.private import backward_hooks
 
 from ..shard.forwards import sum_gradients
 from ..shard.loss import IS_HEAD
@@ -142,7 +143,7 @@ def check_attached(name: str, layer: nn.Module, inner: nn.Module) -> None:
         linear = isinstance(part, nn.Linear)
         wrong = {
             "a forward of its own, set on it": "forward" in vars(part),
-            "backward hooks": part._backward_hooks or part._backward_pre_hooks,
+            "backward hooks": backward_hooks(part),
             "hooks": is_hooked(part) and not (linear or part is layer),
             "a weight that is computed of others": linear and part._parameters.get("weight") is None,
             "gradients of whole parameters": any(p.grad is not None for p in part.parameters(recurse=False)),

@@ -28,6 +28,7 @@ from tpcore.errors import CheckpointError
 from tpcore.layers import ParallelEmbedding
 from tpcore.layers.adopt import HOOKED, become, is_hooked, see_whole, shard
 from tpcore.layers.module import ParallelModule
+from tpcore.private import forward_hooks
 from tpcore.runtime.consensus import gather_bytes, together
 from tpcore.runtime.context import current
 from tpcore.train.pipeline import PipelinedLayers
@@ -262,9 +263,10 @@ def _sharded(layer: Any) -> nn.Module:
 def _hooks_outside(layer: nn.Module, inner: nn.Module) -> None:
     """What ``parallelize`` does to the output of a whole layer, such as summing the gradient of a rotary key, it does
     to its adapters' output too."""
-    for number, hook in list(inner._forward_hooks.items()):
+    hooks = forward_hooks(inner)
+    for number, hook in list(hooks.items()):
         if isinstance(hook, Rotary):
-            layer._forward_hooks[number] = inner._forward_hooks.pop(number)
+            forward_hooks(layer)[number] = hooks.pop(number)
 
 
 def _link_copies(model: nn.Module) -> None:

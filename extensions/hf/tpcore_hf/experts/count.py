@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from tpcore.private import backward_number
 from tpcore.runtime.context import ParallelContext, current
 from tpcore.train.pipeline import PipelinedLayers
 
@@ -89,7 +90,7 @@ class ExpertLoad:
 
     def _weight(self) -> Tensor | int:
         """Of what a layer computes now."""
-        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
+        if not torch.compiler.is_compiling() and backward_number() != -1:
             return 0  # in backward
         return next((stage.counts().to(torch.int64) for stage in self._stages if stage.counts is not None), 1)
 

@@ -28,6 +28,7 @@ from tpcore.layout.shard import Block, ShardSpec
 
 from ..plan import rules as plan
 from ..plan.heads import Need
+from ..private import EXPERTS, PASSES_OTHERS
 from ..sequence.rows import DealtRows
 from .dispatch import (
     ALL_TO_ALL,
@@ -44,7 +45,6 @@ from .dispatch import (
 )
 
 _NUMBERS, _WEIGHTS = "top_k_index", "top_k_weights"
-_DISTRIBUTED = "_is_expert_parallel"  # of experts that pass by the numbers of others: releases before 5.23 have none
 
 
 class ShardedExperts(ParallelModule):
@@ -83,7 +83,7 @@ class ShardedExperts(ParallelModule):
         layer._standard = has_known_form(plain)
         if layer.of_a_rank is not None:
             # transformers' own forwards pass by numbers of experts that are not here, in this mode
-            vars(layer).update({"num_experts": layer.of_a_rank, _DISTRIBUTED: True})
+            vars(layer).update({"num_experts": layer.of_a_rank, PASSES_OTHERS: True})
         return layer
 
     @property
@@ -170,7 +170,7 @@ class ShardedExperts(ParallelModule):
         # a forward that is compiled cannot depend on the experts that are chosen
         if self._standard and (not self.tp.eager or torch.compiler.is_dynamo_compiling()):
             return one_program(self, *inputs.values())
-        if self._standard and self._spread and self.config._experts_implementation == "eager":  # type: ignore[union-attr]
+        if self._standard and self._spread and getattr(self.config, EXPERTS) == "eager":
             # not every eager forward passes by numbers of experts that are not here: Nemotron-H's does not
             return grouped(self, one_by_one, *inputs.values())
         # by place: transformers' implementations have not GPT-OSS's names
@@ -267,7 +267,7 @@ def specs_of(
         option = "expert_parallel=True" if distributed else f"ep={ep}"
         counts = {p.shape[0] for p in parameters.values()}
         named = {_NUMBERS, _WEIGHTS} <= inspect.signature(experts.forward).parameters.keys()
-        if len(counts) > 1 or not named or not hasattr(experts, _DISTRIBUTED):
+        if len(counts) > 1 or not named or not hasattr(experts, PASSES_OTHERS):
             raise ValueError(
                 f"{option}: {plan.wildcard(name)} ({kind}) computes with all experts at once, "
                 "and each rank would have some: leave it out, which shards the features of all"

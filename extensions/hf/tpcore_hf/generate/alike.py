@@ -23,6 +23,7 @@ from tpcore.runtime.digests import compare_ranks
 from tpcore.runtime.random import get_state, set_state
 from tpcore.settings import LOCAL_WORLD_SIZE
 
+from .. import private
 from ..plan.arguments import cache_of
 
 _SHARE = 0.5
@@ -61,7 +62,7 @@ def batch_alike(model: nn.Module, ctx: ParallelContext) -> None:
         finally:
             del self.__dict__["_device_mesh"]
         if not manager.is_tp_driver:
-            manager._wake_up_loop = _Awake()
+            private.set_wake_up(manager, _Awake())
         return _with_heads(_paged(manager, heads), heads)
 
     model.__dict__["init_continuous_batching"] = MethodType(init_continuous_batching, model)
@@ -91,6 +92,7 @@ def _paged(manager: Any, heads: int) -> Any:
 
     found: set[tuple[int, int, int]] = set()
     takes = inspect.signature(PagedAttentionCache.update)
+    places = {name: None for name in takes.parameters if name.endswith("_index")}  # in releases before 5.23
 
     class Cache(PagedAttentionCache):  # attention functions ask for this class
         def __init__(self) -> None:
@@ -99,16 +101,17 @@ def _paged(manager: Any, heads: int) -> Any:
         def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
             keys, values = [*takes.bind(self, *args, **kwargs).arguments.values()][1:3]
             found.add((keys.shape[1], keys.shape[3], values.shape[3]))
-            return keys, values
+            # with places tokens come first, without a batch
+            return tuple(t.transpose(1, 2).flatten(0, 1) if places else t for t in (keys, values))
 
     model, kind = manager.model, type(manager.model).__name__
-    config, implementation = model.config.get_text_config(), str(model.config._attn_implementation)
+    config, implementation = model.config.get_text_config(), str(getattr(model.config, private.ATTENTION))
     capped = getattr(config, "attn_logit_softcapping", None) and "flash" not in implementation
     ids = torch.ones(1, 1, dtype=torch.int64, device=model.device)
     size, error = _head_size(config), ""
     try:
         with torch.no_grad():
-            model(input_ids=ids, position_ids=ids - 1, use_cache=False, cache=Cache())
+            model(input_ids=ids, position_ids=ids - 1, use_cache=False, cache=Cache(), **places)
     except BackendError:
         raise
     except Exception as e:  # noqa: BLE001  whatever a model does with a cache that is not what it expects
@@ -117,13 +120,11 @@ def _paged(manager: Any, heads: int) -> Any:
         return manager
     if manager._original_attn_impl is not None:  # as manager.stop() does, of one that has started
         model.set_attn_implementation(manager._original_attn_impl)
-    why = f"has heads with keys and values of sizes {sorted(sizes[1:] for sizes in found)}, and the cache one of {size}"
+    why = f"has heads with keys and values of sizes {sorted(s[1:] for s in found)}, and the cache one of {size}"
     if capped:
         why = f"has capped scores, which its attention {implementation!r} leaves out"
-    if error:
-        why = error
-    elif not found:
-        why = "has attention of its own, which leaves keys and values out of the cache"
+    if error or not found:
+        why = error or "has attention of its own, which leaves keys and values out of the cache"
     raise ValueError(
         f"continuous batching with its paged cache: {kind} {why}; call generate, or tpcore_hf.trace_causal_lm"
     )
@@ -174,15 +175,16 @@ def _with_heads(manager: Any, heads: int) -> Any:
     """The ``manager``, whose cache has ``heads``. It takes the number of the configuration, and divides it by tp where
     a plan has the names of projections."""
     manager.distributed_helper.tp_plan = {}
-    create, config = manager._create_batch_processor, manager.model.config.get_text_config()
+    model, create = manager.model, manager._create_batch_processor
+    config = model.config.get_text_config()
 
     def of_one_rank() -> Any:
-        before = vars(config).get("num_key_value_heads")
-        config.num_key_value_heads = heads
+        before, plan = vars(config).get("num_key_value_heads"), model._tp_plan
+        config.num_key_value_heads, model._tp_plan = heads, {}  # the plan: releases before 5.23 ask the model
         try:
             return create()
         finally:
-            config.num_key_value_heads = before
+            config.num_key_value_heads, model._tp_plan = before, plan
             if before is None:
                 del config.num_key_value_heads
 

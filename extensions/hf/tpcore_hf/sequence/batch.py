@@ -17,6 +17,7 @@ from tpcore.layers.tokens import TokenOrder
 from tpcore.runtime.context import current
 from tpcore.runtime.digests import WHOLE_BATCH, compare_ranks
 
+from .. import private
 from ..plan.arguments import CACHES, named, takes
 from ..shard.logits import Logits
 
@@ -147,7 +148,7 @@ class DealtTokens:
         for name in ("output_attentions", "output_hidden_states"):
             if kwargs.get(name, getattr(config, name, False)):
                 raise ValueError(f"{name}=True with context parallelism: each rank has those of its tokens only")
-        attention = getattr(config, "_attn_implementation", ATTENTION)
+        attention = getattr(config, private.ATTENTION, ATTENTION)
         if attention != ATTENTION:
             raise ValueError(
                 f"attention {attention!r} was set after parallelize, and would see one rank's tokens: set it before"

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
+from tpcore import nested
 from tpcore.layers.tokens import TokenOrder
+from tpcore.private import forward_hooks, forward_pre_hooks
 
 from .batch import DealtTokens
 
@@ -33,7 +34,7 @@ def see_whole(module: nn.Module, context: DealtTokens, always: bool) -> None:
 
 
 def _is_watched(module: nn.Module) -> bool:
-    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    hooks = [*forward_pre_hooks(module).values(), *forward_hooks(module).values()]
     made = [hook.func if isinstance(hook, partial) else hook for hook in hooks]
     return any(not str(getattr(hook, "__module__", "")).startswith(("tpcore.", "tpcore_")) for hook in made)
 
@@ -52,16 +53,15 @@ def _over_whole(context: DealtTokens, call: Callable[..., Any], args: tuple[Any,
         of_tokens = isinstance(value, Tensor) and value.ndim in (2, 3) and value.shape[1] == tokens
         return order.whole(value) if of_tokens else value
 
-    def cut(value: Any) -> Any:
-        of_tokens = isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == length
-        return order.cut(value) if of_tokens else value
+    def cut(t: Tensor) -> Tensor:
+        return order.cut(t) if t.ndim > 1 and t.shape[1] == length else t
 
     context.rows_are_whole = True  # for modules inside
     try:
         output = call(*map(whole, args), **{name: whole(value) for name, value in kwargs.items()})
     finally:
         context.rows_are_whole = False
-    return tree_map(cut, output)
+    return nested.mapped(cut, output)
 
 
 class DealtRows:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from tpcore.comm.comm import Comm
 from tpcore.layers.sharding import Sharding, sharding
+from tpcore.private import backward_number
 
 from ..plan.rules import wildcard
 
@@ -76,7 +77,7 @@ class FirstBackwards:
         """A hook of a whole parameter: take its gradient, which is compared when this backward ends."""
         if p.grad is None or p.grad.is_sparse or p.is_meta or torch.compiler.is_compiling():
             return
-        if (backward := torch._C._current_graph_task_id()) not in self.gradients:
+        if (backward := backward_number()) not in self.gradients:
             self.gradients[backward] = {}
             torch.autograd.Variable._execution_engine.queue_callback(partial(self.compare, backward))
         self.gradients[backward][name] = _digest(p.grad)

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
+from tpcore import nested
 from tpcore.comm import mappings as ops
 from tpcore.comm.observer import plain
+from tpcore.private import plain_functions
 
 Map = Callable[[Tensor], Tensor]
 _FACTS = frozenset(
@@ -66,7 +67,7 @@ class Logits(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _FACTS:
-            with torch._C.DisableTorchFunctionSubclass():
+            with plain_functions():
                 return func(*args, **kwargs)
         if getattr(func, "__wrapped__", func) in _OF_GRADIENTS:
             raise ValueError(
@@ -76,7 +77,7 @@ class Logits(Tensor):
         x = args[0] if args else None
         if func in _BY_ENTRY and isinstance(x, Logits) and x._stays and _is_number(args[1:]):
             return Logits.of(func(x.part, *args[1:], **kwargs), x.shape, x.to_whole, x.to_part)
-        args, kwargs = tree_map_only(Logits, Logits.whole, (args, kwargs))
+        args, kwargs = nested.mapped(Logits.whole, (args, kwargs), Logits)
         return func(*args, **kwargs)
 
     @property

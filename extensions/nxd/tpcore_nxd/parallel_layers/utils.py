@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree
 
-from tpcore import settings
+from tpcore import nested, settings
 from tpcore.layers.loss import parallel_cross_entropy
 from tpcore.layers.module import move_model_to_device
 from tpcore.layers.sharding import sharding
@@ -59,22 +58,21 @@ def split_tensor_along_second_dim(
 
 def cast_all(state: Any, from_dtype: torch.dtype = torch.float32, to_dtype: torch.dtype = torch.bfloat16) -> Any:
     """``state``, a nest of lists, tuples and dicts, with its tensors of ``from_dtype`` as ``to_dtype``."""
-    return _pytree.tree_map(lambda t: t.to(to_dtype) if isinstance(t, Tensor) and t.dtype == from_dtype else t, state)
+    return nested.mapped(lambda t: t.to(to_dtype) if t.dtype == from_dtype else t, state)
 
 
 def cast_if_autocast_enabled(*args: Any) -> Any:
     """``args``; under autocast with the tensors that it casts, floating ones but float64, in its dtype."""
-    kinds = [t.device.type for t in _pytree.tree_leaves(args) if isinstance(t, Tensor)]
+    kinds = [t.device.type for t in nested.tensors(args)]
     active = [kind for kind in kinds if torch.is_autocast_enabled(kind)]
     if not active:
         return args
     dtype = torch.get_autocast_dtype(active[0])
 
-    def cast(t: Any) -> Any:
-        floating = isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64
-        return t.to(dtype) if floating else t
+    def cast(t: Tensor) -> Tensor:
+        return t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t
 
-    return _pytree.tree_map(cast, args)
+    return nested.mapped(cast, args)
 
 
 def copy_tensor_model_parallel_attributes(destination_tensor: Tensor, source_tensor: Tensor) -> None:
@@ -124,7 +122,7 @@ def pad_model(
 
 def move_all_tensor_to_cpu(data: Any, convert: bool = True) -> Any:
     """``data``, a nest of lists, tuples and dicts, with its tensors on the CPU; itself unless ``convert``."""
-    return _pytree.tree_map(lambda t: t.cpu() if isinstance(t, Tensor) else t, data) if convert else data
+    return nested.mapped(Tensor.cpu, data) if convert else data
 
 
 def param_is_not_tensor_parallel_duplicate(param: Tensor) -> bool:

@@ -1,0 +1,54 @@
+"""What torch has under private names alone and several modules read, or that differs between its releases. Any other
+is read in one module; a test asserts both, and that each is there and takes what it took."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._ops import HigherOrderOperator as HigherOrderOperator
+from torch._ops import OpOverload as OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+plain_functions = torch._C.DisableTorchFunctionSubclass
+native_groups: Any = getattr(torch._C, "_distributed_c10d", None)  # not in every build
+no_torch_function: Any = torch._C._disabled_torch_function_impl
+in_transform = torch._C._are_functorch_transforms_active
+backward_node = torch._C._current_autograd_node
+backward_number = torch._C._current_graph_task_id
+"""Of the backward that runs in this thread, or -1."""
+
+unwrapped = torch._C._functorch.get_unwrapped
+is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+"""Of a tensor inside a transform of torch.func, and whether it is one."""
+
+FORWARD_HOOKS = "_forward_pre_hooks", "_forward_hooks"
+BACKWARD_HOOKS = "_backward_hooks", "_backward_pre_hooks"
+forward_pre_hooks, forward_hooks = map(attrgetter, FORWARD_HOOKS)
+
+
+def backward_hooks(module: nn.Module | Tensor) -> list[Any]:
+    """Those on the gradients of a module's outputs and inputs, or of a tensor."""
+    return [hook for name in BACKWARD_HOOKS for hook in (getattr(module, name, None) or {}).values()]
+
+
+def accumulation_hooks(t: Tensor) -> dict[int, Any]:
+    """Those that run when ``t.grad`` has got an addend, by the number of their handle."""
+    return getattr(t, "_post_accumulate_grad_hooks", None) or {}
+
+
+def backend_of(group: Any, device: torch.device) -> Any:
+    """What computes a process group's collectives of a device: the group alone would check nothing and log them."""
+    return group._get_backend(device)
+
+
+def gather_flat(group: Any, out: Tensor, x: Tensor) -> Any:
+    """The work of an all-gather into one tensor. torch.distributed's own takes no backend of a group."""
+    return group._allgather_base(out, x)
+
+
+def schema_of(operator: OpOverload) -> Any:
+    """Arguments of an operator, and whether it changes one."""
+    return operator._schema

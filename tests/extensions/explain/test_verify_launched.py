@@ -43,7 +43,7 @@ def test_gloo_is_right(tp: int, tmp_path: Path) -> None:
     names = {row["what"] for row in rows}
     assert {"all_gather", "column, sequence parallel", "checkpoint round trip"} <= names
     assert {"trace", "BERT step"} <= names
-    assert ({"large", "no dims", "precision"} <= names) == (tp > 1)
+    assert ({"large", "overlap"} <= names) == (tp > 1)
     measured = {row["what"] for row in rows if row["error"] > 0}
     assert {"BERT step", *(["trace"] if tp > 1 else [])} <= measured
     assert all(row["error"] <= row["allowed"] for row in rows)

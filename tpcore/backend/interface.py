@@ -78,6 +78,13 @@ class Capabilities:
     """More dtypes, for primitives that move and do not sum. Complex dtypes listed here are summed too."""
     group_sizes: tuple[int, ...] | None = None
     """Sizes that a group may have in addition to 1; None: any size."""
+    exchange_sizes: tuple[int, ...] | None = None
+    """Sizes of the groups that have an all-to-all: consecutive ranks, from a multiple of the size on. None: all have.
+    Over other groups the members' whole tensors are gathered."""
+    unequal_parts: bool = True
+    """Whether an all-to-all takes parts of unequal sizes, as which a permute is sent. If not, it is gathered."""
+    broadcasts: bool = True
+    """Whether a broadcast moves bits. If not, because it is a sum with zeros, it is gathered."""
     tracing: bool = False
     """Whether models can be traced for this backend."""
     dynamic_shapes: bool = True
@@ -92,6 +99,12 @@ class Capabilities:
         """The dtypes that each reduction takes."""
         ordered = frozenset(self.dtypes)
         return {"sum": ordered | {d for d in self.moved if d.is_complex}, "max": ordered}
+
+    def exchanges(self, members: Sequence[int]) -> bool:
+        """Whether the group of ``members`` has an all-to-all."""
+        size, first = len(members), members[0]
+        aligned = first % size == 0 and tuple(members) == tuple(range(first, first + size))
+        return self.exchange_sizes is None or (size in self.exchange_sizes and aligned)
 
     def misfit(self, sizes: Mapping[str, int]) -> str | None:
         """A message about the first group that this backend cannot form, or None. ``sizes``: by name."""

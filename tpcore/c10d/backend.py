@@ -177,6 +177,8 @@ class C10dBackend(Backend):
 
     def _made_over(self, group: Group, pg: Callable[[], Any], watch: Waiting | None) -> Transport:
         transport = self.transport_class(group, self._rank, pg, self.device(), watch)
+        transport.exchanges = self.capabilities.exchanges(transport.members)
+        transport.unequal_parts, transport.broadcasts = self.capabilities.unequal_parts, self.capabilities.broadcasts
         self._connected.append(transport)
         return transport
 

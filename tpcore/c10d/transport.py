@@ -40,6 +40,8 @@ class C10dTransport(Transport):
         for name in ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8")
     )
     """Dtypes that the transport itself moves and reduces. Others travel as bytes and can only be moved."""
+    exchanges = unequal_parts = broadcasts = True
+    """What the library has over this group, of the capabilities of these names; all else is gathered."""
 
     def __init__(
         self, group: Group, rank: int, pg: Callable[[], Any], device: torch.device = CPU, watch: Waiting | None = None
@@ -79,25 +81,25 @@ class C10dTransport(Transport):
         self._enter("all_reduce", x, op)
         out = wide if (donate or wide is not x) and wide.is_contiguous() else copied(wide)
         # the sum of bools is "any", and so is their maximum
-        pending = self._pending(self._calls.allreduce([out], _REDUCE["max" if dtype is torch.bool else op]), out)
+        pending = self._pending(out, self._calls.allreduce, [out], _REDUCE["max" if dtype is torch.bool else op])
         return pending if wide is x else lambda: pending().to(dtype)
 
     def _started_maximum(self, x: Tensor) -> Pending:
         """Gathered, then taken locally: gloo's own maximum has NaN or not, depending on the order of the ranks."""
         self._enter("all_reduce", x, "max")
-        x = x.contiguous()
-        rows = x.new_empty((self.size, *x.shape))
-        gathered = self._pending(gather_flat(self._calls, self._wire(rows).view(-1), self._wire(x).view(-1)), rows)
+        gathered = self._started_rows(x.contiguous())
         return lambda: gathered().amax(0)
+
+    def _started_rows(self, x: Tensor) -> Pending:
+        """Every member's contiguous ``x``, which stays as it is until the wait, in a new first dim."""
+        rows = x.new_empty((self.size, *x.shape))
+        return self._pending(rows, gather_flat, self._calls, self._wire(rows).view(-1), self._wire(x).view(-1))
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         self._enter("all_gather", x, dim)
         x = as_stored(x).contiguous()
-        out = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
-        self.finish(gather_flat(self._calls, self._wire(out), self._wire(x)))
-        if dim == 0:
-            return out
-        return out.view(self.size, *x.shape).movedim(0, dim).flatten(dim, dim + 1).contiguous()
+        rows = self._started_rows(x)()
+        return rows.flatten(0, 1) if dim == 0 else rows.movedim(0, dim).flatten(dim, dim + 1).contiguous()
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
         return self._started_scatter(self._chunks(x, dim), x, dim)()
@@ -114,13 +116,15 @@ class C10dTransport(Transport):
         self._enter("reduce_scatter", x, dim)
         out = torch.empty_like(sent[0])
         # flat: some transports divide only dim 0, others compare shapes
-        return self._pending(self._calls._reduce_scatter_base(out.view(-1), sent.view(-1), _SCATTER), out)
+        return self._pending(out, self._calls._reduce_scatter_base, out.view(-1), sent.view(-1), _SCATTER)
 
     def broadcast(self, x: Tensor, src: int) -> Tensor:
         self._enter("broadcast", x, src)
+        if not self.broadcasts:
+            return self._started_rows(as_stored(x).contiguous())()[src].clone()
         out = copied(x) if src == self.index else x.new_empty(x.shape)
-        self.finish(self._calls.broadcast([self._wire(out)], _options(dist.BroadcastOptions(), "rootRank", src)))
-        return out
+        root = _options(dist.BroadcastOptions(), "rootRank", src)
+        return self._pending(out, self._calls.broadcast, [self._wire(out)], root)()
 
     def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Tensor:
         self._enter("all_to_all", x, split_dim, concat_dim)
@@ -137,6 +141,9 @@ class C10dTransport(Transport):
         """Of contiguous ``x``, which stays as it is until the wait."""
         self._enter("permute", x, to)
         target, source = to[self.index], inverse(to)[self.index]
+        if not self.unequal_parts:
+            gathered = self._started_rows(x)
+            return lambda: gathered()[source].clone() if source >= 0 else torch.zeros_like(gathered()[0])
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         sent, received = self._wire(x).view(-1), self._wire(out).view(-1)
         # one all-to-all of unequal parts: sends and receives start together, and ``finish`` can wait for it
@@ -145,19 +152,25 @@ class C10dTransport(Transport):
         receive_sizes = [received.numel() if r == source else 0 for r in range(self.size)]
         if source < 0:
             out.zero_()
+        received, sent = received[: sum(receive_sizes)], sent[: sum(send_sizes)]
         return self._pending(
-            self._calls.alltoall_base(
-                received[: sum(receive_sizes)], sent[: sum(send_sizes)], receive_sizes, send_sizes, _ALL_TO_ALL
-            ),
-            out,
+            out, self._calls.alltoall_base, received, sent, receive_sizes, send_sizes, _ALL_TO_ALL
         )
 
     def _started_exchange(self, sent: Tensor) -> Pending:
         """Send row ``i`` of ``sent`` to member ``i``; the result is the received rows in the group's order."""
+        if not self.exchanges:
+            gathered = self._started_rows(sent)
+            return lambda: gathered()[:, self.index]
         rows = torch.empty_like(sent)
-        return self._pending(self._calls.alltoall_base(self._wire(rows), self._wire(sent), [], [], _ALL_TO_ALL), rows)
+        return self._pending(rows, self._calls.alltoall_base, self._wire(rows), self._wire(sent), [], [], _ALL_TO_ALL)
 
-    def _pending(self, work: Any, out: Tensor) -> Pending:
+    def _pending(self, out: Tensor, call: Callable[..., Any], *arguments: Any) -> Pending:
+        """Start the ``call``, which writes ``out``. Nothing is sent of no elements: not all libraries take them."""
+        if out.numel() == 0:
+            return lambda: out
+        work = call(*arguments)
+
         def wait() -> Tensor:
             with torch.inference_mode(out.is_inference()):  # that of the start: torch's groups end in place
                 self.finish(work)

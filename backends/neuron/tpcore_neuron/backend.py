@@ -24,10 +24,15 @@ from tpcore.layout.mesh import Group
 from tpcore.runtime.context import current
 
 from . import platform
-from .settings import DEVICE
+from .settings import DEVICE, LIMITS
 from .transport import XlaTransport
 
 _BITS = (1 << 64) - 1
+
+
+def as_on_neuron(can: Capabilities) -> Capabilities:
+    """``can`` without float64, which becomes float32 on Neuron without a word."""
+    return replace(can, dtypes=tuple(d for d in can.dtypes if d is not torch.float64))
 
 
 class NeuronBackend(Backend):
@@ -193,40 +198,62 @@ class NeuronBackend(Backend):
 class NativeBackend(C10dBackend):
     """One rank of a job under torchrun, over AWS's native PyTorch: torch.distributed's collectives on the ``neuron``
     device. From torch-neuronx 2.13 on (Trn2, Trn3) there is no torch_xla: tensors are on the device ``neuron``, and
-    torch.distributed has a transport of that name. It has not been run on the hardware."""
+    torch.distributed has a transport of that name. It has not been run on the hardware, but on its stand-in."""
 
     interface = 2
-    # sums of complex numbers are tested on gloo only
-    capabilities = replace(C10dBackend.capabilities, moved=())
+    # sums of complex numbers are tested on gloo only; float64 would be float32 without a word
+    capabilities = replace(
+        as_on_neuron(C10dBackend.capabilities),
+        moved=(),
+        exchange_sizes=(4, 8, 16, *range(32, 1025, 32)),
+        unequal_parts=False,
+        broadcasts=False,
+    )
     transport = "neuron"
+    lazy = True  # type: ignore[assignment]  # whatever the device: it is known after the start
+    _device = torch.device("privateuseone")  # which torch_neuronx renames
 
     @classmethod
     def unavailable(cls) -> str | None:
-        return None if platform.neuron_devices() else "no NeuronCore is visible: there is no /dev/neuron0"
+        if platform.neuron_devices() or LIMITS.is_set:
+            return None
+        return (
+            "no NeuronCore is visible: there is no /dev/neuron0. To try a script without the hardware, set "
+            f"{LIMITS.name}=2.33"
+        )
+
+    @classmethod
+    def most_ranks(cls) -> int | None:
+        return None if LIMITS.is_set else platform.visible_cores("trn2")
 
     def start(self, timeout: float) -> tuple[int, int]:
-        import torch_neuronx  # noqa: F401  registers the device and the transport
+        if LIMITS.is_set:
+            from .stand_in import group
 
-        return super().start(timeout)
+            group.register(LIMITS.get())
+        else:
+            platform.check_native(self.most_ranks())
+        started = super().start(timeout)
+        self._device = torch.device("neuron", self._module().current_device())  # the runtime's own choice
+        return started
 
     def device(self) -> torch.device:
-        return torch.device("neuron", settings.LOCAL_RANK.get())
+        return self._device
+
+    def _settle(self, pg: Any) -> None:
+        """No connections are made later, and a sum on the device would be one more program to compile."""
 
     def get_rng_state(self) -> Tensor:
-        state: Tensor = self._random().get_rng_state()
+        state: Tensor = self._module().get_rng_state()
         return state
 
     def set_rng_state(self, state: Tensor) -> None:
-        self._random().set_rng_state(state)
+        self._module().set_rng_state(state)
 
     def manual_seed(self, seed: int) -> None:
-        self._random().manual_seed(seed)
+        self._module().manual_seed(seed)
 
-    def _random(self) -> Any:
-        """The module with the device's random state."""
+    def _module(self) -> Any:
+        """torch's module of the device."""
         return torch.neuron  # type: ignore[attr-defined]  # of torch_neuronx
 
-
-def as_on_neuron(can: Capabilities) -> Capabilities:
-    """``can`` without float64, which torch_xla silently turns into float32 on Neuron."""
-    return replace(can, dtypes=tuple(d for d in can.dtypes if d is not torch.float64))

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from tpcore.backend.interface import CompilerOptions, LoadedProgram
 from tpcore.errors import BackendError
 from tpcore.layout.mesh import Group
-from tpcore.settings import LOCAL_RANK
+from tpcore.settings import LOCAL_RANK, LOCAL_WORLD_SIZE
 
-from .settings import CORES
+from .settings import CORES, LIMITS, LOGICAL
 
 XLA_LINE = "2.9"
 """The version of torch, torch-xla and torch-neuronx: the last for which there is a PyTorch/XLA."""
@@ -28,7 +28,9 @@ INSTALL = (
 )
 _DEVICES = "/dev"
 _TRN1_RULE = "collectives there take 1, 2, 8, 16 or a multiple of 32 NeuronCores"
-_CORES_PER_DEVICE = {"trn1": 2, "inf2": 2, "trn2": 8}
+_CORES_PER_DEVICE = {"trn1": 2, "inf2": 2, "trn2": 8, "trn3": 8}
+_JOINED = "trn2", "trn3"
+"""Where several cores of the chip make one logical core."""
 
 
 def installed(package: str) -> str | None:
@@ -39,10 +41,11 @@ def installed(package: str) -> str | None:
 
 
 def has_native() -> bool:
-    """Whether the installed torch-neuronx is the native one (2.13 and later), which needs no torch_xla."""
+    """Whether the installed torch-neuronx is the native one (2.13 and later), or its stand-in is asked for. A torch_xla
+    beside it decides nothing: other packages of AWS bring one."""
     version = installed("torch-neuronx")
-    if version is None or find_spec("torch_xla") is not None:
-        return False
+    if LIMITS.is_set or version is None:
+        return LIMITS.is_set
     return tuple(int(part) for part in version.split(".")[:2]) >= (2, 13)
 
 
@@ -66,7 +69,9 @@ def visible_cores(platform: str | None) -> int | None:
         spans = (part.partition("-") for part in cores.split(","))
         return sum(int(high or low) - int(low) + 1 for low, _, high in spans)
     per_device = _CORES_PER_DEVICE.get(platform or "")
-    return None if per_device is None else neuron_devices() * per_device
+    if per_device is None:
+        return None
+    return neuron_devices() * per_device // (LOGICAL.get() if platform in _JOINED else 1)
 
 
 def check_cores(platform: str | None, local: int, cores: int | None) -> None:
@@ -78,6 +83,25 @@ def check_cores(platform: str | None, local: int, cores: int | None) -> None:
         )
     if platform == "trn1" and not _trn1(local):
         raise BackendError(f"{local} processes on a Trn1 host: {_TRN1_RULE}")
+
+
+def check_native(cores: int | None) -> None:
+    """Raise BackendError for what AWS's native PyTorch meets with a bare assertion. ``cores``: of this host."""
+    import torch.distributed as dist
+    import torch_neuronx  # registers the device and the transport
+
+    check_cores(None, LOCAL_WORLD_SIZE.get(), cores)
+    if any(sign in CORES.get() for sign in ",-"):
+        raise BackendError(
+            f"{CORES.name}={CORES.get()}: each process of the native backend opens one core, and finds it itself: "
+            "leave the variable unset"
+        )
+    used = getattr(torch_neuronx, "is_neuron_runtime_initialized", bool)
+    if not dist.is_initialized() and used():
+        raise BackendError(
+            "the device was used before tpcore.init, and the runtime opens its core as a job's only once: call "
+            'tpcore.init, or torch.distributed.init_process_group("neuron"), before anything is moved to the device'
+        )
 
 
 def check_tp(platform: str | None, group: Group) -> None:

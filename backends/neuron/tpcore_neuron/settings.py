@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from tpcore.settings import Variable, one_of
+from tpcore.settings import Variable, one_of, whole
+
+from .stand_in import limits
 
 DEVICE = Variable("PJRT_DEVICE", str, "NEURON")
 CORES = Variable("NEURON_RT_VISIBLE_CORES", str, "")
 PAIRS = Variable("TPCORE_NEURON_PERMUTE", one_of({"native": False, "pairs": True}), False)
+LOGICAL = Variable("NEURON_LOGICAL_NC_CONFIG", whole, 2)
+LIMITS = Variable("TPCORE_NEURON_LIMITS", limits.of, frozenset[str]())
+"""Set: the native backend runs on the stand-in, under the limits of this SDK, of these names, or none."""
 EXTRACT_ONLY = Variable("NEURON_EXTRACT_GRAPHS_ONLY", str, "")
 
 

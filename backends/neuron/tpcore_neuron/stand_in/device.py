@@ -1,0 +1,186 @@
+"""The device ``neuron`` on a CPU: tensors that say they are there, whose operators run on the host's memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
+
+from tpcore.settings import LOCAL_RANK
+
+from .limits import Limits
+
+NAME = "neuron"
+_CPU, _ATEN = torch.device("cpu"), torch.ops.aten
+_MIXED = (_ATEN._to_copy, _ATEN.copy_, _ATEN.index, _ATEN.index_put_, _ATEN.index_put, _ATEN._index_put_impl_)
+"""Operators that take tensors of two devices."""
+
+
+class DeviceTensor(Tensor):
+    """A tensor on the device; ``raw`` is its memory. torch counts one device of this kind, so its index is 0."""
+
+    raw: Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, raw: Tensor) -> DeviceTensor:
+        view = {"strides": raw.stride(), "storage_offset": raw.storage_offset(), "dtype": raw.dtype}
+        self: DeviceTensor = Tensor._make_wrapper_subclass(cls, raw.shape, **view, device=f"{NAME}:0")  # type: ignore[attr-defined]
+        self.raw = raw
+        return self
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"{self.raw!r} on {NAME}"
+
+    def __format__(self, form: str) -> str:
+        return format(self.raw, form)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.raw.detach().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        memo[id(self)] = new = DeviceTensor(self.raw.clone()).requires_grad_(self.requires_grad)
+        vars(new).update({name: deepcopy(value, memo) for name, value in vars(self).items() if name != "raw"})
+        return new
+
+    def tolist(self) -> Any:
+        return self.raw.tolist()
+
+    def data_ptr(self) -> int:
+        return self.raw.data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.raw.untyped_storage()
+
+    @classmethod
+    def __torch_dispatch__(cls, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _device.run(operator, args, kwargs or {})
+
+
+def raw(x: Any) -> Any:
+    """The memory of a tensor on the device; anything else as it is."""
+    return x.raw if isinstance(x, DeviceTensor) else x
+
+
+def _placed(x: Any) -> Any:
+    return DeviceTensor(x) if isinstance(x, Tensor) else x
+
+
+class Device(_DummyBackendModule):
+    """The module ``torch.neuron``, and how operators run."""
+
+    def __init__(self) -> None:
+        self.limits = Limits(())
+        self.touched = self.ready = False
+        self.operators: Counter[str] = Counter()
+
+    def run(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.touched = True
+        self.operators[operator.overloadpacket.__name__] += 1
+        if operator.overloadpacket is _ATEN._fused_sdp_choice:
+            return 0  # by parts: the CPU's own fused operator takes only its tensors
+        mine = {id(x.raw): x for x in tree_leaves((args, kwargs)) if isinstance(x, DeviceTensor)}
+        here = bool(mine)
+        if (asked := kwargs.get("device")) is not None:
+            here, kwargs = self._own(torch.device(asked)), {**kwargs, "device": _CPU}
+        if mine and operator.overloadpacket not in _MIXED:
+            hosts = (x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dim())
+            if any(not isinstance(x, DeviceTensor) for x in hosts):
+                raise RuntimeError(f"{operator}: tensors of the CPU and of {NAME} in one operator")
+        out = operator(*tree_map(raw, args), **tree_map(raw, kwargs))
+        if not here:
+            return out
+        self._narrow(operator, args, kwargs, out)
+        return tree_map(lambda x: mine[id(x)] if id(x) in mine else _placed(x), out)
+
+    def _own(self, asked: torch.device) -> bool:
+        """Whether ``asked`` is this device; RuntimeError for one of another index."""
+        wrong = asked.type == NAME and asked.index not in (None, 0, LOCAL_RANK.get())
+        self.limits.refuse("other_index", wrong, f"{asked} on local rank {LOCAL_RANK.get()}")
+        return asked.type == NAME
+
+    def _narrow(self, operator: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Round what ``operator`` has written to the width of the hardware. Views are of what was rounded before."""
+        if not self.limits.narrow:
+            return
+        schema = operator._schema
+        written = [x for x, a in zip(args, schema.arguments, strict=False) if a.alias_info and a.alias_info.is_write]
+        written += [kwargs[a.name] for a in schema.arguments if a.name in kwargs and a.alias_info]
+        if all(r.alias_info is None for r in schema.returns):
+            written.append(out)
+        for x in map(raw, tree_leaves(written)):
+            if isinstance(x, Tensor) and x.dtype in self.limits.narrow:
+                x.copy_(x.to(self.limits.narrow[x.dtype]))
+
+    # -- what torch and programs ask torch.neuron
+    def current_device(self) -> int:
+        return 0
+
+    def is_initialized(self) -> bool:
+        return self.touched
+
+    def synchronize(self, device: Any = None) -> None:
+        """Nothing runs behind the host's back."""
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+    def manual_seed(self, seed: int) -> None:
+        torch.default_generator.manual_seed(seed)
+
+    manual_seed_all = manual_seed
+
+    def get_rng_state(self, device: Any = None) -> Tensor:
+        return torch.default_generator.get_state()
+
+    def set_rng_state(self, state: Tensor, device: Any = None) -> None:
+        torch.default_generator.set_state(state)
+
+    @contextmanager
+    def device(self, device: Any) -> Iterator[None]:
+        self._own(torch.device(NAME, device) if isinstance(device, int) else torch.device(device))
+        yield
+
+
+_device = Device()
+_libraries: list[torch.library.Library] = []
+
+
+def install() -> Device:
+    """Register the device, once in a process."""
+    if not _libraries:
+        _setup_privateuseone_for_python_backend(NAME, _device)
+        for namespace, key in (("_", "PrivateUse1"), ("aten", "PrivateUse1"), ("_", "AutocastPrivateUse1")):
+            _libraries.append(torch.library.Library(namespace, "IMPL", key))
+        fallback, copies, autocast = _libraries
+        fallback.fallback(lambda operator, *args, **kwargs: _device.run(operator, args, kwargs))
+        copies.impl("_to_copy", _named(_ATEN._to_copy.default))  # torch.tensor(device=) finds no fallback
+        autocast.fallback(torch.library.fallthrough_kernel)
+        lowered = torch.library.Library("aten", "IMPL", "AutocastPrivateUse1")
+        for name in ("linear", "mm", "addmm", "bmm", "baddbmm", "matmul", "scaled_dot_product_attention"):
+            lowered.impl(name, _lowered(getattr(_ATEN, name).default))
+        _libraries.append(lowered)
+    return _device
+
+
+def _named(operator: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: _device.run(operator, args, kwargs)
+
+
+def _lowered(operator: Any) -> Callable[..., Any]:
+    """``operator`` under torch.autocast: with floating-point inputs in its dtype."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        dtype = torch.get_autocast_dtype(NAME)
+        lower = lambda x: x.to(dtype) if isinstance(x, Tensor) and x.dtype is torch.float32 else x  # noqa: E731
+        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)):
+            return operator(*tree_map(lower, args), **tree_map(lower, kwargs))
+
+    return run

@@ -1,0 +1,122 @@
+"""The process group of torch.distributed for the stand-in: gloo's collectives, where Neuron's limits allow them."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch._C._distributed_c10d as c10d
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from .device import NAME, DeviceTensor, install, raw
+
+
+class LimitedGroup(dist.ProcessGroup):
+    """Over gloo, in Python as AWS's own."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)
+        self._device = install()
+        self._device.limits.refuse("early_device", self._device.touched and not self._device.ready)
+        self._device.ready = True
+        self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+
+    def getBackendName(self) -> str:  # noqa: N802  torch's name
+        return NAME
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    def _call(self, name: str, *args: Any) -> Any:
+        """Gloo's ``name`` on the tensors' memory."""
+        tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
+        limits = self._device.limits
+        limits.refuse("empty", any(not x.numel() for x in tensors), f"{name} of shape {[*map(_shape, tensors)]}")
+        limits.refuse("other_device", any(not isinstance(x, DeviceTensor) for x in tensors), name)
+        return getattr(self._gloo, name)(*tree_map(raw, args))
+
+    def allreduce(self, tensors: Any, options: Any = None) -> Any:
+        return self._call("allreduce", _listed(tensors), options or c10d.AllreduceOptions())
+
+    def _allgather_base(self, out: Tensor, x: Tensor, options: Any = None) -> Any:
+        return self._call("_allgather_base", out, x, options or c10d.AllgatherOptions())
+
+    def allgather(self, outs: Any, xs: Any, options: Any = None) -> Any:
+        return self._call("allgather", outs, xs, options or c10d.AllgatherOptions())
+
+    def _reduce_scatter_base(self, out: Tensor, x: Tensor, options: Any = None) -> Any:
+        return self._call("_reduce_scatter_base", out, x, options or c10d.ReduceScatterOptions())
+
+    def reduce_scatter(self, outs: Any, xs: Any, options: Any = None) -> Any:
+        return self._call("reduce_scatter", outs, xs, options or c10d.ReduceScatterOptions())
+
+    def broadcast(self, tensors: Any, options: Any = None) -> Any:
+        options = options or c10d.BroadcastOptions()
+        if "signed_zeros" not in self._device.limits.names:
+            return self._call("broadcast", tensors, options)
+        if self.rank() != options.rootRank:
+            for x in tensors:
+                x.detach().zero_()
+        return self._call("allreduce", tensors, c10d.AllreduceOptions())
+
+    def gather(self, outs: Any, xs: Any, options: Any = None) -> Any:
+        return self._call("gather", outs, xs, options or c10d.GatherOptions())
+
+    def scatter(self, outs: Any, xs: Any, options: Any = None) -> Any:
+        return self._call("scatter", outs, xs, options or c10d.ScatterOptions())
+
+    def reduce(self, tensors: Any, options: Any = None) -> Any:
+        return self._call("reduce", _listed(tensors), options or c10d.ReduceOptions())
+
+    def alltoall_base(self, out: Tensor, x: Tensor, received: Any, sent: Any, options: Any = None) -> Any:
+        sizes = [*(received or ()), *(sent or ())]
+        if x.numel() or sizes:
+            self._device.limits.exchange(dist.get_process_group_ranks(self), sizes)
+        return self._call("alltoall_base", out, x, received or [], sent or [], options or c10d.AllToAllOptions())
+
+    def alltoall(self, outs: Any, xs: Any, options: Any = None) -> Any:
+        self._device.limits.exchange(dist.get_process_group_ranks(self), [])
+        # gloo has the flat one only
+        whole = torch.cat([raw(x).reshape(-1) for x in xs])
+        rows = torch.empty_like(whole)
+        self._call("alltoall_base", DeviceTensor(rows), DeviceTensor(whole), [], [], c10d.AllToAllOptions()).wait()
+        for out, row in zip(outs, rows.chunk(self.size()), strict=True):
+            raw(out).copy_(row.view(out.shape))
+        return self._gloo.barrier()
+
+    def barrier(self, options: Any = None) -> Any:
+        ranks = dist.get_process_group_ranks(self)
+        self._device.limits.refuse("barrier", dist.get_world_size() != self.size(), f"ranks {ranks}")
+        return self._gloo.barrier()
+
+    def send(self, tensors: Any, *args: Any) -> Any:
+        self._device.limits.refuse("send_recv", True, f"send of shape {_shape(tensors[0])}")
+        return self._call("send", tensors, *args)
+
+    def recv(self, tensors: Any, *args: Any) -> Any:
+        self._device.limits.refuse("send_recv", True, f"recv of shape {_shape(tensors[0])}")
+        return self._call("recv", tensors, *args)
+
+
+def _listed(tensors: Any) -> Any:
+    return [tensors] if isinstance(tensors, Tensor) else tensors
+
+
+def _shape(x: Tensor) -> tuple[int, ...]:
+    return tuple(x.shape)
+
+
+def register(names: frozenset[str]) -> None:
+    """Make the device ``neuron`` and the backend of that name for torch.distributed, under the limits of ``names``."""
+    from .limits import Limits
+
+    install().limits = Limits(names)
+    if not hasattr(dist.Backend, NAME.upper()):
+        dist.Backend.register_backend(NAME, LimitedGroup, devices=[NAME])

@@ -232,8 +232,16 @@ class NativeBackend(C10dBackend):
 
             group.register(LIMITS.get())
         else:
-            platform.check_native(self.most_ranks())
-        started = super().start(timeout)
+            import torch_neuronx  # noqa: F401  registers the device and the transport
+        platform.check_native(self.most_ranks())
+        try:
+            started = super().start(timeout)
+        except AssertionError as e:  # of the runtime's set-up, and often without a word
+            raise BackendError(
+                f"the Neuron runtime did not start ({e}). Was the device used before tpcore.init? The first group opens "
+                "this process's core: call tpcore.init, or torch.distributed.init_process_group('neuron'), before "
+                "anything is moved to the device"
+            ) from e
         self._device = torch.device("neuron", self._module().current_device())  # the runtime's own choice
         return started
 

@@ -86,21 +86,12 @@ def check_cores(platform: str | None, local: int, cores: int | None) -> None:
 
 
 def check_native(cores: int | None) -> None:
-    """Raise BackendError for what AWS's native PyTorch meets with a bare assertion. ``cores``: of this host."""
-    import torch.distributed as dist
-    import torch_neuronx  # registers the device and the transport
-
+    """Raise BackendError for processes and cores that AWS's native PyTorch does not start with. ``cores``: of this host."""
     check_cores(None, LOCAL_WORLD_SIZE.get(), cores)
     if any(sign in CORES.get() for sign in ",-"):
         raise BackendError(
             f"{CORES.name}={CORES.get()}: each process of the native backend opens one core, and finds it itself: "
             "leave the variable unset"
-        )
-    used = getattr(torch_neuronx, "is_neuron_runtime_initialized", bool)
-    if not dist.is_initialized() and used():
-        raise BackendError(
-            "the device was used before tpcore.init, and the runtime opens its core as a job's only once: call "
-            'tpcore.init, or torch.distributed.init_process_group("neuron"), before anything is moved to the device'
         )
 
 

@@ -42,46 +42,46 @@ class LimitedGroup(dist.ProcessGroup):
         limits.refuse("other_device", any(not isinstance(x, DeviceTensor) for x in tensors), name)
         return getattr(self._gloo, name)(*tree_map(raw, args))
 
-    def allreduce(self, tensors: Any, options: Any = None) -> Any:
-        return self._call("allreduce", _listed(tensors), options or c10d.AllreduceOptions())
+    def allreduce(self, tensors: Any, opts: Any = None) -> Any:
+        return self._call("allreduce", _listed(tensors), opts or c10d.AllreduceOptions())
 
-    def _allgather_base(self, out: Tensor, x: Tensor, options: Any = None) -> Any:
-        return self._call("_allgather_base", out, x, options or c10d.AllgatherOptions())
+    def _allgather_base(self, out: Tensor, x: Tensor, opts: Any = None) -> Any:
+        return self._call("_allgather_base", out, x, opts or c10d.AllgatherOptions())
 
-    def allgather(self, outs: Any, xs: Any, options: Any = None) -> Any:
-        return self._call("allgather", outs, xs, options or c10d.AllgatherOptions())
+    def allgather(self, outs: Any, xs: Any, opts: Any = None) -> Any:
+        return self._call("allgather", outs, xs, opts or c10d.AllgatherOptions())
 
-    def _reduce_scatter_base(self, out: Tensor, x: Tensor, options: Any = None) -> Any:
-        return self._call("_reduce_scatter_base", out, x, options or c10d.ReduceScatterOptions())
+    def _reduce_scatter_base(self, out: Tensor, x: Tensor, opts: Any = None) -> Any:
+        return self._call("_reduce_scatter_base", out, x, opts or c10d.ReduceScatterOptions())
 
-    def reduce_scatter(self, outs: Any, xs: Any, options: Any = None) -> Any:
-        return self._call("reduce_scatter", outs, xs, options or c10d.ReduceScatterOptions())
+    def reduce_scatter(self, outs: Any, xs: Any, opts: Any = None) -> Any:
+        return self._call("reduce_scatter", outs, xs, opts or c10d.ReduceScatterOptions())
 
-    def broadcast(self, tensors: Any, options: Any = None) -> Any:
-        options = options or c10d.BroadcastOptions()
+    def broadcast(self, tensors: Any, opts: Any = None) -> Any:
+        opts = opts or c10d.BroadcastOptions()
         if "signed_zeros" not in self._device.limits.names:
-            return self._call("broadcast", tensors, options)
-        if self.rank() != options.rootRank:
+            return self._call("broadcast", tensors, opts)
+        if self.rank() != opts.rootRank:
             for x in tensors:
                 x.detach().zero_()
         return self._call("allreduce", tensors, c10d.AllreduceOptions())
 
-    def gather(self, outs: Any, xs: Any, options: Any = None) -> Any:
-        return self._call("gather", outs, xs, options or c10d.GatherOptions())
+    def gather(self, outs: Any, xs: Any, opts: Any = None) -> Any:
+        return self._call("gather", outs, xs, opts or c10d.GatherOptions())
 
-    def scatter(self, outs: Any, xs: Any, options: Any = None) -> Any:
-        return self._call("scatter", outs, xs, options or c10d.ScatterOptions())
+    def scatter(self, outs: Any, xs: Any, opts: Any = None) -> Any:
+        return self._call("scatter", outs, xs, opts or c10d.ScatterOptions())
 
-    def reduce(self, tensors: Any, options: Any = None) -> Any:
-        return self._call("reduce", _listed(tensors), options or c10d.ReduceOptions())
+    def reduce(self, tensors: Any, opts: Any = None) -> Any:
+        return self._call("reduce", _listed(tensors), opts or c10d.ReduceOptions())
 
-    def alltoall_base(self, out: Tensor, x: Tensor, received: Any, sent: Any, options: Any = None) -> Any:
+    def alltoall_base(self, out: Tensor, x: Tensor, received: Any, sent: Any, opts: Any = None) -> Any:
         sizes = [*(received or ()), *(sent or ())]
         if x.numel() or sizes:
             self._device.limits.exchange(dist.get_process_group_ranks(self), sizes)
-        return self._call("alltoall_base", out, x, received or [], sent or [], options or c10d.AllToAllOptions())
+        return self._call("alltoall_base", out, x, received or [], sent or [], opts or c10d.AllToAllOptions())
 
-    def alltoall(self, outs: Any, xs: Any, options: Any = None) -> Any:
+    def alltoall(self, outs: Any, xs: Any, opts: Any = None) -> Any:
         self._device.limits.exchange(dist.get_process_group_ranks(self), [])
         # gloo has the flat one only
         whole = torch.cat([raw(x).reshape(-1) for x in xs])
@@ -91,7 +91,7 @@ class LimitedGroup(dist.ProcessGroup):
             raw(out).copy_(row.view(out.shape))
         return self._gloo.barrier()
 
-    def barrier(self, options: Any = None) -> Any:
+    def barrier(self, opts: Any = None) -> Any:
         ranks = dist.get_process_group_ranks(self)
         self._device.limits.refuse("barrier", dist.get_world_size() != self.size(), f"ranks {ranks}")
         return self._gloo.barrier()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -58,8 +59,6 @@ class Limits:
 
     def __init__(self, names: Iterable[str]) -> None:
         self._by_name = {limit.name: limit for limit in TABLE}
-        if unknown := sorted(set(names) - set(self._by_name)):
-            raise ValueError(f"no limits {unknown}; there are {sorted(self._by_name)}")
         self.names = frozenset(names)
         self.narrow = {wide: dtype for name in NARROW if name in self.names for wide, dtype in NARROW[name].items()}
         self.refused: Counter[str] = Counter()
@@ -82,15 +81,13 @@ class Limits:
 
 def of(text: str) -> frozenset[str]:
     """The limits of an SDK ("2.33"), of a list of names ("empty,int64"), or "none"."""
+    if re.fullmatch(r"\d+(\.\d+)*", text):
+        return frozenset(limit.name for limit in TABLE if _numbers(limit.since) <= _numbers(text))
     names = frozenset(() if text == "none" else text.split(","))
-    if text[:1].isdecimal():
-        asked = _numbers(text)
-        names = frozenset(limit.name for limit in TABLE if _numbers(limit.since) <= asked)
-    Limits(names)
-    return names
+    if names <= {limit.name for limit in TABLE}:
+        return names
+    raise ValueError(f"an SDK such as {SDK}, names of limits or none")
 
 
-def _numbers(version: str) -> tuple[int, ...]:
-    if not all(part.isdecimal() for part in version.split(".")):
-        raise ValueError(f"an SDK such as {SDK}, names of limits with commas, or none")
-    return tuple(map(int, version.split(".")))
+def _numbers(version: str) -> list[int]:
+    return [int(part) for part in version.split(".")]

@@ -153,9 +153,7 @@ class C10dTransport(Transport):
         if source < 0:
             out.zero_()
         received, sent = received[: sum(receive_sizes)], sent[: sum(send_sizes)]
-        return self._pending(
-            out, self._calls.alltoall_base, received, sent, receive_sizes, send_sizes, _ALL_TO_ALL
-        )
+        return self._pending(out, self._calls.alltoall_base, received, sent, receive_sizes, send_sizes, _ALL_TO_ALL)
 
     def _started_exchange(self, sent: Tensor) -> Pending:
         """Send row ``i`` of ``sent`` to member ``i``; the result is the received rows in the group's order."""

@@ -232,7 +232,13 @@ def _takes_pinned(device: torch.device) -> bool:
     if not torch.accelerator.is_available():  # torch 2.6 names an accelerator only where one is
         return False
     accelerator = torch.accelerator.current_accelerator()
-    return accelerator is not None and accelerator.type == device.type
+    if accelerator is None or accelerator.type != device.type:
+        return False
+    try:
+        torch.empty(0, pin_memory=True)
+    except NotImplementedError:  # that of a package beside torch may have no such memory
+        return False
+    return True
 
 
 def layout_of(t: Tensor, ctx: ParallelContext, where: str) -> Layout | None:

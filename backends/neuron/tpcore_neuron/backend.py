@@ -238,9 +238,9 @@ class NativeBackend(C10dBackend):
             started = super().start(timeout)
         except AssertionError as e:  # of the runtime's set-up, and often without a word
             raise BackendError(
-                f"the Neuron runtime did not start ({e}). Was the device used before tpcore.init? The first group opens "
-                "this process's core: call tpcore.init, or torch.distributed.init_process_group('neuron'), before "
-                "anything is moved to the device"
+                f"the Neuron runtime did not start ({e}). Was the device used before tpcore.init? The first group "
+                "opens this process's core: call tpcore.init, or torch.distributed.init_process_group('neuron'), "
+                "before anything is moved to the device"
             ) from e
         self._device = torch.device("neuron", self._module().current_device())  # the runtime's own choice
         return started
@@ -264,4 +264,3 @@ class NativeBackend(C10dBackend):
     def _module(self) -> Any:
         """torch's module of the device."""
         return torch.neuron  # type: ignore[attr-defined]  # of torch_neuronx
-

@@ -86,7 +86,7 @@ def check_cores(platform: str | None, local: int, cores: int | None) -> None:
 
 
 def check_native(cores: int | None) -> None:
-    """Raise BackendError for processes and cores that AWS's native PyTorch does not start with. ``cores``: of this host."""
+    """Raise BackendError for what AWS's native PyTorch does not start with. ``cores``: of this host."""
     check_cores(None, LOCAL_WORLD_SIZE.get(), cores)
     if any(sign in CORES.get() for sign in ",-"):
         raise BackendError(

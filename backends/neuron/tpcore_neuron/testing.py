@@ -1,4 +1,5 @@
-"""Runs unmodified per-rank code on N XLA replicas, with real collectives, on any machine with torch_xla."""
+"""Runs unmodified per-rank code without the hardware: on N XLA replicas, with real collectives, on any machine with
+torch_xla; and what the stand-in for AWS's native PyTorch has counted in this process."""
 
 from __future__ import annotations
 
@@ -17,8 +18,9 @@ from tpcore.settings import environment
 
 from .replicas.stablehlo import HloCollective as Collective
 from .replicas.stablehlo import HloProgram as Program
+from .stand_in.limits import TABLE as LIMITS
 
-__all__ = ["Collective", "Program", "lower", "programs", "run_replicas"]
+__all__ = ["LIMITS", "Collective", "Program", "lower", "operators", "programs", "refused", "run_replicas"]
 
 END = 60.0
 """Seconds that the process may take to end: a background save may be under way."""
@@ -100,6 +102,20 @@ def close() -> None:
     """End the processes of replicas; the next ``run_replicas`` starts a new one."""
     while _processes:
         _processes.popitem()[1].close()
+
+
+def refused() -> dict[str, int]:
+    """How many calls each limit of Neuron has refused on the stand-in in this process."""
+    from .stand_in.device import install
+
+    return dict(install().limits.refused)
+
+
+def operators() -> dict[str, int]:
+    """How often each operator has been dispatched to the stand-in's device in this process."""
+    from .stand_in.device import install
+
+    return dict(install().operators)
 
 
 def lower(*tensors: Tensor) -> Program:

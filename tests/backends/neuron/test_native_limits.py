@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,17 +14,20 @@ import torch.distributed as dist
 from helpers import hf
 from helpers.pipelines import part_of
 from helpers.rank_pool import RankPool
+from helpers.tiers import tiers
 from torch import Tensor, nn
 
 import tpcore
 from tpcore import Mesh, ParallelContext
+from tpcore.comm.comm import Comm
 from tpcore.layers import move_model_to_device
+from tpcore.testing import matrix
 from tpcore.testing.kit import collectives
 from tpcore_neuron import NativeBackend
 from tpcore_neuron.settings import LIMITS
 from tpcore_neuron.stand_in.device import install
 from tpcore_neuron.stand_in.group import register
-from tpcore_neuron.stand_in.limits import SDK, TABLE, Limits
+from tpcore_neuron.stand_in.limits import SDK, TABLE, Refusals
 
 pytestmark = pytest.mark.xdist_group("native")
 UNDER = {"env": {"TPCORE_NEURON_LIMITS": SDK}}
@@ -93,13 +97,15 @@ def trained(ctx: ParallelContext, name: str, zero: bool, options: dict[str, Any]
     optimizer = tpcore.Zero1(torch.optim.SGD, model.parameters(), **kind) if zero else sgd(model)
     dp = ctx.mesh.axes.get("dp", 1) * ctx.mesh.axes.get("ep", 1)
     data = {k: v.chunk(dp)[ctx.index(ctx.batch)].to(ctx.device) for k, v in batch().items()}
-    run = tpcore.PipelineModel(model, options["num_microbatches"]).run_train if "pp" in ctx.mesh.axes else backward(model)
+    run = (
+        tpcore.PipelineModel(model, options["num_microbatches"]).run_train if "pp" in ctx.mesh.axes else backward(model)
+    )
     losses = steps(model, optimizer, run, data)
     if dp == 1:
         torch.testing.assert_close(losses, want, **CLOSE)
     for n, p in model.named_parameters():
         assert p.device.type == "neuron", n
-        torch.testing.assert_close(p.detach().cpu(), part_of(values[n], p, ctx), **CLOSE, msg=lambda m, n=n: f"{n}: {m}")
+        torch.testing.assert_close(p.detach().cpu(), part_of(values[n], p, ctx), **CLOSE)
     return dict(device.limits.refused)
 
 
@@ -122,6 +128,71 @@ JOBS: dict[str, tuple[dict[str, int], str, bool, dict[str, Any]]] = {
 }
 
 
+def adapted(ctx: ParallelContext) -> dict[str, int]:
+    """LoRA: two steps of the adapters are those of one process."""
+    import peft
+
+    from tpcore_hf.peft import get_peft_model
+
+    refused = install().limits.refused
+    refused.clear()
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"])
+    both = []
+    for whole in (True, False):
+        base = made("llama") if whole else tpcore.parallelize(made("llama"))
+        torch.manual_seed(7)
+        model = peft.get_peft_model(base, config) if whole else get_peft_model(base, config)
+        device = torch.device("cpu") if whole else ctx.device
+        move_model_to_device(model, device)
+        losses, optimizer = [], torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+        for _ in range(3):
+            losses.append(float(backward(model)(**{k: v.to(device) for k, v in batch().items()})))
+            optimizer.step()
+            optimizer.zero_grad()
+        both.append(losses)
+    torch.testing.assert_close(both[1], both[0], **CLOSE)
+    assert both[0][0] - both[0][2] > 1e-4  # they have learnt
+    return dict(refused)
+
+
+def written(ctx: ParallelContext, folder: str) -> dict[str, int]:
+    refused = install().limits.refused
+    refused.clear()
+    model = move_model_to_device(tpcore.parallelize(made("llama")), ctx.device)
+    tpcore.checkpoint.save({"model": model.state_dict()}, folder)
+    return dict(refused)
+
+
+def read(ctx: ParallelContext, folder: str) -> dict[str, int]:
+    """On another mesh; and what it generates there."""
+    refused = install().limits.refused
+    refused.clear()
+    dense, model = made("llama"), made("llama")
+    for p in model.parameters():
+        p.detach().zero_()
+    model = move_model_to_device(tpcore.parallelize(model), ctx.device)
+    tpcore.checkpoint.load(folder, model)
+    values = dict(dense.named_parameters())
+    for n, p in model.named_parameters():
+        assert torch.equal(p.detach().cpu(), part_of(values[n].detach(), p, ctx)), n
+    prompt = batch()["input_ids"]
+    how = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    got = model.eval().generate(prompt.to(ctx.device), attention_mask=torch.ones_like(prompt).to(ctx.device), **how)
+    assert torch.equal(got.cpu(), dense.eval().generate(prompt, attention_mask=torch.ones_like(prompt), **how))
+    return dict(refused)
+
+
+@pytest.mark.slow
+def test_adapters_are_those_of_one_process(ranks: RankPool) -> None:
+    assert ranks.run(Mesh({"dp": 1, "tp": 2}), adapted, **UNDER) == [{}] * 2
+
+
+@pytest.mark.slow
+def test_a_checkpoint_opens_on_another_mesh_and_generates(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(Mesh({"dp": 2, "tp": 2}), written, str(tmp_path / "saved"), **UNDER) == [{}] * 4
+    assert ranks.run(Mesh({"dp": 1, "tp": 2}), read, str(tmp_path / "saved"), **UNDER) == [{}] * 2
+
+
 def every_call(ctx: ParallelContext) -> tuple[list[str], dict[str, int]]:
     """The kit's checks of the primitives."""
     refused = install().limits.refused
@@ -134,50 +205,65 @@ def every_call(ctx: ParallelContext) -> tuple[list[str], dict[str, int]]:
     return wrong + collectives.overlapped(ctx), dict(refused)
 
 
-@pytest.mark.parametrize("axes", [{"tp": 2}, {"tp": 4}, {"dp": 2, "tp": 2}], ids=str)
+SOME = [c for layer in matrix.AXES for dtype in ("fp32", "bf16") for c in matrix.cases(layer, dtype)[::29]]
+
+
+def layers(ctx: ParallelContext) -> tuple[list[str], dict[str, int]]:
+    refused = install().limits.refused
+    refused.clear()
+    return matrix.run(ctx, SOME), dict(refused)
+
+
+@pytest.mark.parametrize("axes", tiers([{"dp": 2, "tp": 2}], slow=[{"dp": 1, "tp": 4}]), ids=str)
 def test_primitives_are_right_and_none_is_refused(ranks: RankPool, axes: dict[str, int]) -> None:
     mesh = Mesh(axes)
     assert ranks.run(mesh, every_call, **UNDER) == [([], {})] * mesh.size
 
 
-def without(mend: dict[str, Any], call: str) -> str:
-    """What a primitive ends in on two ranks, over a backend that says it can do what Neuron cannot."""
-    backend = NativeBackend()
-    backend.capabilities = replace(backend.capabilities, **mend)  # type: ignore[misc]
-    ctx = tpcore.init(backend=backend, tp=2)
-    x = torch.full((2, 2), -0.0).to(ctx.device)
+@pytest.mark.slow
+def test_layers(ranks: RankPool) -> None:
+    assert ranks.run(Mesh({"dp": 2, "tp": 2}), layers, **UNDER) == [([], {})] * 4
+
+
+def ended(comm: Comm, call: str, device: torch.device) -> str:
+    """Whether signs of zeros arrive, or the error."""
     try:
-        found = CALLS[call](ctx.comm("tp"), x)
-        return str(bool(torch.signbit(found.cpu()).all()))
-    except NotImplementedError as e:
+        return str(bool(torch.signbit(CALLS[call](comm, torch.full((2, 2), -0.0).to(device)).cpu()).all()))
+    except (NotImplementedError, RuntimeError) as e:
         return str(e)
-    except RuntimeError as e:
-        return str(e)
-    finally:
-        tpcore.shutdown()
+
+
+def with_and_without(ctx: ParallelContext) -> dict[str, tuple[str, str]]:
+    """What primitives end in, also over a backend that says it can do what Neuron cannot."""
+    found, backend, group = {}, ctx.backend, ctx.comm("tp").group
+    can = backend.capabilities
+    for call, (mend, _) in MENDS.items():
+        usual = ended(ctx.comm("tp"), call, ctx.device)
+        backend.capabilities = replace(can, **mend)  # type: ignore[misc]
+        found[call] = usual, ended(backend.comm(group, ctx.rank), call, ctx.device)
+    return found
 
 
 CALLS: dict[str, Any] = {
     "permute": lambda comm, x: comm.permute(x, (1, 0)),
     "all_to_all": lambda comm, x: comm.all_to_all(x, 0, 0),
-    "broadcast": lambda comm, x: comm.broadcast(x, 0),
+    "broadcast": lambda comm, x: comm.broadcast(x, 1),
 }
-MENDS = {
+MENDS: dict[str, tuple[dict[str, Any], str]] = {
     "permute": ({"unequal_parts": True}, "refuses all-to-all of parts of unequal sizes: sizes [0, 4, 0, 4]"),
     "all_to_all": ({"exchange_sizes": None}, "refuses all-to-all over other sizes than 4, 8, 16 or 32n: 2 ranks"),
     "broadcast": ({"broadcasts": True}, "False"),
 }
 
 
-@pytest.mark.parametrize("call", MENDS)
-def test_each_capability_stands_between_a_call_and_its_limit(call: str) -> None:
-    mend, said = MENDS[call]
-    assert tpcore.launch(without, 2, args=({}, call), **UNDER) == ["True"] * 2
-    assert said in tpcore.launch(without, 2, args=(mend, call), **UNDER)[1]
+def test_each_capability_stands_between_a_call_and_its_limit(ranks: RankPool) -> None:
+    for call, (usual, unmended) in ranks.run(Mesh({"dp": 1, "tp": 2}), with_and_without, **UNDER)[0].items():
+        assert usual == "True"
+        assert MENDS[call][1] in unmended, call
 
 
 def test_the_backend_asks_for_an_all_to_all_where_the_table_allows_it() -> None:
-    table = Limits(limit.name for limit in TABLE)
+    table = Refusals(limit.name for limit in TABLE)
     for size, first, step in itertools.product((2, 3, 4, 8, 12, 16, 32, 48, 64), (0, 2, 4, 8, 64), (1, 2)):
         members = range(first, first + size * step, step)
         asked = NativeBackend.capabilities.exchanges(members)
@@ -189,7 +275,10 @@ def test_the_backend_asks_for_an_all_to_all_where_the_table_allows_it() -> None:
         assert asked == allowed, list(members)
 
 
-@pytest.mark.parametrize("job", JOBS)
+QUICK = "cp ulysses", "ep"
+
+
+@pytest.mark.parametrize("job", tiers(QUICK, slow=JOBS))
 def test_a_job_is_that_of_one_process_and_nothing_is_refused(ranks: RankPool, job: str) -> None:
     axes, *rest = JOBS[job]
     mesh = Mesh({"dp": 1, **axes, "tp": axes.get("tp", 1)})
@@ -279,5 +368,5 @@ def test_a_device_used_too_early_is_told_with_the_remedy() -> None:
 @pytest.mark.parametrize("value", ["1.0,x", "sometimes", "2.x"])
 def test_other_values_of_the_variable_are_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("TPCORE_NEURON_LIMITS", value)
-    with pytest.raises(ValueError, match="TPCORE_NEURON_LIMITS must be an SDK such as 2.33, names of limits or none"):
+    with pytest.raises(ValueError, match=r"TPCORE_NEURON_LIMITS must be an SDK such as 2.33, names of limits or none"):
         LIMITS.get()

@@ -1,4 +1,4 @@
-"""The neuron backends without their hardware: what the plugin says, and to whom; the native one over gloo."""
+"""The neuron backends without their hardware: what the plugin says, and to whom."""
 
 from __future__ import annotations
 
@@ -8,17 +8,12 @@ from importlib.metadata import PackageNotFoundError
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 import tpcore
 import tpcore_neuron
 from tpcore.backend.interface import Capabilities
 from tpcore.backend.registry import backend_class
-from tpcore.c10d.backend import C10dBackend
 from tpcore.layout.mesh import Mesh
-from tpcore.testing import matrix
-from tpcore.testing.kit import collectives
-from tpcore.testing.kit.samples import LOST
 from tpcore_neuron import NativeBackend, platform
 from tpcore_neuron.replicas.process import Worlds
 
@@ -115,6 +110,25 @@ def test_visible_cores(machine, monkeypatch, given, local_rank, cores):
     assert platform.visible_cores("trn1") == cores
 
 
+@pytest.mark.parametrize(("joined", "cores"), [(None, 8), ("1", 16)])
+@pytest.mark.parametrize("chip", ["trn2", "trn3"])
+def test_two_cores_of_a_newer_chip_are_one_unless_the_variable_says_more(machine, monkeypatch, chip, joined, cores):
+    machine(GOOD, devices=2)
+    for name, value in (("NEURON_RT_VISIBLE_CORES", None), ("NEURON_LOGICAL_NC_CONFIG", joined)):
+        monkeypatch.setenv(name, value) if value is not None else monkeypatch.delenv(name, raising=False)
+    assert platform.visible_cores(chip) == cores
+    assert NativeBackend.most_ranks() == cores
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "32")
+    with pytest.raises(tpcore.BackendError, match=f"32 processes were started on this host, which shows {cores}"):
+        platform.check_native(NativeBackend.most_ranks())
+
+
+def test_a_range_of_cores_is_refused_by_the_native_backend(monkeypatch):
+    monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "0-63")
+    with pytest.raises(tpcore.BackendError, match="0-63: each process of the native backend opens one core"):
+        platform.check_native(None)
+
+
 def test_it_says_what_it_can_do_before_anything_starts():
     cls = backend_class("neuron")
     assert cls is tpcore_neuron.NeuronBackend
@@ -125,44 +139,12 @@ def test_it_says_what_it_can_do_before_anything_starts():
     assert cls.capabilities.group_sizes is None  # dp groups of any size; tp is asked about at init
 
 
-SOME = [c for layer in matrix.AXES for dtype in ("fp32", "bf16") for c in matrix.cases(layer, dtype)[::29]]
-
-
-class OnGloo(NativeBackend):
-    """All of it but the calls of the device."""
-
-    transport = "gloo"
-
-    def start(self, timeout: float) -> tuple[int, int]:
-        return C10dBackend.start(self, timeout)
-
-    def device(self) -> torch.device:
-        return torch.device("cpu")
-
-    def _random(self) -> object:
-        return torch
-
-
-def on_gloo() -> list[str]:
-    ctx = tpcore.init(backend=OnGloo(), tp=2)
-    found = matrix.run(ctx, SOME)
-    for primitive in collectives.PRIMITIVES:
-        found += collectives.groups(ctx, primitive) + collectives.right_values(ctx, primitive, torch.float32, LOST)
-    tpcore.shutdown()
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.xdist_group("native")
-def test_layers_and_primitives():
-    assert tpcore.launch(on_gloo, 4) == [[]] * 4
-
-
 @pytest.mark.parametrize(
     ("version", "has_xla", "backend"),
-    [("2.13.1", False, "NativeBackend"), ("2.9.0", False, "NeuronBackend"), ("2.13.1", True, "NeuronBackend")],
+    [("2.13.1", False, "NativeBackend"), ("2.9.0", False, "NeuronBackend"), ("2.13.1", True, "NativeBackend")],
 )
 def test_the_installed_packages_choose_the_backend(monkeypatch, caplog, version, has_xla, backend):
+    """torch_xla decides nothing: other packages of AWS bring it."""
     monkeypatch.setattr(platform, "installed", lambda name: version)
     monkeypatch.setattr(platform, "find_spec", lambda name: object() if has_xla else None)
     with caplog.at_level("INFO", "tpcore"):

@@ -109,7 +109,8 @@ INTERFACE = {
         "reads_are_cheap", "reduce_scatter", "start_all_reduce", "start_permute", "start_reduce_scatter",
     ],
     Capabilities: [
-        "dtypes", "dynamic_shapes", "group_sizes", "lack", "misfit", "moved", "sums", "to_json", "tracing",
+        "broadcasts", "dtypes", "dynamic_shapes", "exchange_sizes", "exchanges", "group_sizes", "lack", "misfit",
+        "moved", "sums", "to_json", "tracing", "unequal_parts",
     ],
 }  # fmt: skip
 

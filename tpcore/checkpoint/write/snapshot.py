@@ -106,7 +106,9 @@ class Part:
             shard = t.stored.first
             return self._placed((shard.identity, shard.shape, shard.dtype, t.layout), path, lambda: t)
         where = dotted(path)
-        if type(t) not in (Tensor, nn.Parameter) or t.layout != torch.strided or t.is_quantized:
+        # a device that is written in Python has tensors of a class of its own, which says so
+        plain = type(t) in (Tensor, nn.Parameter) or getattr(t, "tpcore_plain", False)
+        if not plain or t.layout != torch.strided or t.is_quantized:
             raise ValueError(f"cannot save {where}: a {type(t).__name__} of layout {t.layout}, dtype {t.dtype}")
         if t.is_meta and id(t) not in self._gather:
             raise ValueError(f"cannot save {where}: it is on the meta device and has no values")

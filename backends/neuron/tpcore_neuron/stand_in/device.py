@@ -15,10 +15,11 @@ from torch.utils.backend_registration import _DummyBackendModule, _setup_private
 
 from tpcore.settings import LOCAL_RANK
 
-from .limits import Limits
+from .limits import Refusals
 
 NAME = "neuron"
 _CPU, _ATEN = torch.device("cpu"), torch.ops.aten
+_AUTOCAST: Any = getattr(torch._C.DispatchKey, "AutocastPrivateUse1")  # noqa: B009  no stub has it
 _MIXED = (_ATEN._to_copy, _ATEN.copy_, _ATEN.index, _ATEN.index_put_, _ATEN.index_put, _ATEN._index_put_impl_)
 """Operators that take tensors of two devices."""
 
@@ -27,12 +28,14 @@ class DeviceTensor(Tensor):
     """A tensor on the device; ``raw`` is its memory. torch counts one device of this kind, so its index is 0."""
 
     raw: Tensor
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    tpcore_plain = True  # for checkpoints: it is all there, on its device
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(cls, raw: Tensor) -> DeviceTensor:
+    def __new__(cls: Any, raw: Tensor) -> DeviceTensor:
         view = {"strides": raw.stride(), "storage_offset": raw.storage_offset(), "dtype": raw.dtype}
-        self: DeviceTensor = Tensor._make_wrapper_subclass(cls, raw.shape, **view, device=f"{NAME}:0")  # type: ignore[attr-defined]
+        make: Any = Tensor._make_wrapper_subclass
+        self: DeviceTensor = make(cls, raw.shape, **view, device=f"{NAME}:0")
         self.raw = raw
         return self
 
@@ -44,6 +47,15 @@ class DeviceTensor(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.raw.detach().__reduce_ex__(protocol)
+
+    @property
+    def data(self) -> Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, other: Tensor) -> None:
+        torch._C.TensorBase.data.__set__(self, other)  # type: ignore[attr-defined]
+        self.raw = raw(other)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         memo[id(self)] = new = DeviceTensor(self.raw.clone()).requires_grad_(self.requires_grad)
@@ -60,7 +72,7 @@ class DeviceTensor(Tensor):
         return self.raw.untyped_storage()
 
     @classmethod
-    def __torch_dispatch__(cls, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return _device.run(operator, args, kwargs or {})
 
 
@@ -77,7 +89,7 @@ class Device(_DummyBackendModule):
     """The module ``torch.neuron``, and how operators run."""
 
     def __init__(self) -> None:
-        self.limits = Limits(())
+        self.limits = Refusals(())
         self.touched = self.ready = False
         self.operators: Counter[str] = Counter()
 
@@ -180,7 +192,7 @@ def _lowered(operator: Any) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         dtype = torch.get_autocast_dtype(NAME)
         lower = lambda x: x.to(dtype) if isinstance(x, Tensor) and x.dtype is torch.float32 else x  # noqa: E731
-        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)):
+        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_AUTOCAST)):
             return operator(*tree_map(lower, args), **tree_map(lower, kwargs))
 
     return run

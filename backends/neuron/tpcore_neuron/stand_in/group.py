@@ -12,9 +12,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .device import NAME, DeviceTensor, install, raw
+from .limits import Refusals
+
+_Base: Any = dist.ProcessGroup
 
 
-class LimitedGroup(dist.ProcessGroup):
+class LimitedGroup(_Base):  # type: ignore[misc]  # its stubs do not say what torch calls
     """Over gloo, in Python as AWS's own."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
@@ -22,9 +25,9 @@ class LimitedGroup(dist.ProcessGroup):
         self._device = install()
         self._device.limits.refuse("early_device", self._device.touched and not self._device.ready)
         self._device.ready = True
-        self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+        self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
 
-    def getBackendName(self) -> str:  # noqa: N802  torch's name
+    def getBackendName(self) -> str:
         return NAME
 
     def _set_group_name(self, name: str) -> None:
@@ -115,8 +118,6 @@ def _shape(x: Tensor) -> tuple[int, ...]:
 
 def register(names: frozenset[str]) -> None:
     """Make the device ``neuron`` and the backend of that name for torch.distributed, under the limits of ``names``."""
-    from .limits import Limits
-
-    install().limits = Limits(names)
+    install().limits = Refusals(names)
     if not hasattr(dist.Backend, NAME.upper()):
         dist.Backend.register_backend(NAME, LimitedGroup, devices=[NAME])

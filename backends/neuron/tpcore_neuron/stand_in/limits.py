@@ -28,7 +28,7 @@ class Limit:
     since: str = "2.30"  # the first SDK whose native PyTorch was public
 
     def to_json(self) -> dict[str, str | None]:
-        error = self.error and self.error.__name__
+        error = None if self.error is None else self.error.__name__
         return {"name": self.name, "what": self.what, "error": error, "since": self.since, "source": self.source}
 
 
@@ -50,11 +50,14 @@ TABLE = (
     Limit("float64", "64-bit floating point is computed in 32 bits", None, "AWS's page on 64-bit dtypes, 8 Oct 2026"),
     Limit("int64", "64-bit whole numbers keep their lower 32 bits", None, "AWS's page on 64-bit dtypes, 8 Oct 2026"),
 )
-NARROW = {"float64": {torch.float64: torch.float32, torch.complex128: torch.complex64}, "int64": {torch.int64: torch.int32}}
+NARROW = {
+    "float64": {torch.float64: torch.float32, torch.complex128: torch.complex64},
+    "int64": {torch.int64: torch.int32},
+}
 _EXCHANGED = 4, 8, 16
 
 
-class Limits:
+class Refusals:
     """The limits that hold in this process, by name, and what they have refused."""
 
     def __init__(self, names: Iterable[str]) -> None:

@@ -210,7 +210,7 @@ class NativeBackend(C10dBackend):
         broadcasts=False,
     )
     transport = "neuron"
-    lazy = True  # type: ignore[assignment]  # whatever the device: it is known after the start
+    lazy = True  # whatever the device: it is known after the start
     _device = torch.device("privateuseone")  # which torch_neuronx renames
 
     @classmethod

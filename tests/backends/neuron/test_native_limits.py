@@ -199,7 +199,7 @@ def every_call(ctx: ParallelContext) -> tuple[list[str], dict[str, int]]:
     refused.clear()
     wrong: list[str] = []
     for primitive in collectives.PRIMITIVES:
-        wrong += collectives.groups(ctx, primitive) + collectives.empty(ctx, primitive)
+        wrong += collectives.groups(ctx, primitive)
         for dtype in (torch.float32, torch.bfloat16, torch.bool):
             wrong += collectives.right_values(ctx, primitive, dtype)
     return wrong + collectives.overlapped(ctx), dict(refused)
@@ -339,6 +339,7 @@ def directly(names: list[str]) -> dict[str, str]:
     return found
 
 
+@pytest.mark.slow
 def test_the_stand_in_refuses_and_narrows_what_its_table_says() -> None:
     """And with the limits off it does all of it but what gloo itself cannot: tensors of another device."""
     found = tpcore.launch(directly, 4, args=([*DIRECT],), **UNDER)[0]
@@ -361,6 +362,7 @@ def early() -> str:
     return str(refused.value)
 
 
+@pytest.mark.slow
 def test_a_device_used_too_early_is_told_with_the_remedy() -> None:
     assert "before anything is moved to the device" in tpcore.launch(early, 1, env={"TPCORE_NEURON_LIMITS": "2.33"})[0]
 

@@ -92,7 +92,8 @@ class ParallelModule(nn.Module):
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         if param is not None and name in self.shard_specs:
-            if type(param) is not nn.Parameter:  # a quantizer's, for it finds a sharded head to be an nn.Linear
+            # a quantizer's, for it finds a sharded head to be an nn.Linear; not that of a device written in Python
+            if type(param) is not nn.Parameter and not getattr(param, "tpcore_plain", False):
                 raise ValueError(
                     f"{type(self).__name__}.{name} cannot become a {type(param).__name__}, of this rank's part: "
                     "quantize before the model is sharded, or with parallelize(model, quantize=)"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Literal, Protocol
 
 import torch
@@ -232,11 +232,14 @@ def _takes_pinned(device: torch.device) -> bool:
     if not torch.accelerator.is_available():  # torch 2.6 names an accelerator only where one is
         return False
     accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or accelerator.type != device.type:
-        return False
+    return accelerator is not None and accelerator.type == device.type and _has_pinned()
+
+
+@cache
+def _has_pinned() -> bool:
     try:
         torch.empty(0, pin_memory=True)
-    except NotImplementedError:  # that of a package beside torch may have no such memory
+    except NotImplementedError:  # an accelerator of a package beside torch may have no such memory
         return False
     return True
 

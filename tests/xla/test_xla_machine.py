@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
@@ -16,24 +14,22 @@ import tpcore
 from tpcore_neuron.testing import run_replicas
 
 
-@contextmanager
-def machine(kind: str | None) -> Iterator[None]:
-    """As if torch_neuronx were here and named this kind of host. All ranks enter: they are one process."""
-    if kind is not None:
-        package, utils = ModuleType("torch_neuronx"), ModuleType("torch_neuronx.utils")
-        package.__spec__ = ModuleSpec("torch_neuronx", None)
-        vars(utils)["get_platform_target"] = lambda: kind
-        sys.modules |= {"torch_neuronx": package, "torch_neuronx.utils": utils}
-    try:
-        yield
-    finally:
+def become(kind: str | None) -> None:
+    """As if torch_neuronx were here and named this kind of host. All ranks, which are one process, say the same, and
+    none takes it back: others may still be asking."""
+    if kind is None:
         for name in ("torch_neuronx", "torch_neuronx.utils"):
             sys.modules.pop(name, None)
+        return
+    package, utils = ModuleType("torch_neuronx"), ModuleType("torch_neuronx.utils")
+    package.__spec__ = ModuleSpec("torch_neuronx", None)
+    vars(utils)["get_platform_target"] = lambda: kind
+    sys.modules |= {"torch_neuronx": package, "torch_neuronx.utils": utils}
 
 
 def starts(tp: int, kind: str | None) -> dict[str, int]:
-    with machine(kind):
-        ctx = tpcore.init(backend="neuron", tp=tp)
+    become(kind)
+    ctx = tpcore.init(backend="neuron", tp=tp)
     tpcore.shutdown()
     return dict(ctx.mesh.axes)
 
@@ -63,8 +59,8 @@ def test_a_number_of_ranks_that_a_trn1_host_does_not_take():
 
 def doubles(kind: str | None) -> torch.dtype:
     os.environ["NEURON_RT_VISIBLE_CORES"] = "0-1"
-    with machine(kind):
-        tpcore.init(backend="neuron", tp=2)
+    become(kind)
+    tpcore.init(backend="neuron", tp=2)
     try:
         return tpcore.RowParallelLinear(4, 2, dtype=torch.float64).weight.dtype
     finally:

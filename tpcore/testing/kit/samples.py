@@ -112,7 +112,9 @@ class Numbers:
         some = [math.nan, math.inf, 0.0, most, most / 2, tiny, small, 1 + info.eps]
         some += [-x for x in some]
         here = torch.arange(len(real))[at % 3 :: 2 + at % 7]
-        real[here] = torch.tensor(some, dtype=torch.float64).to(real.dtype)[(torch.arange(len(here)) * 5 + at) % len(some)]
+        real[here] = torch.tensor(some, dtype=torch.float64).to(real.dtype)[
+            (torch.arange(len(here)) * 5 + at) % len(some)
+        ]
         if "the sign of zero" in self._loses:
             real[real == 0] = 0
         if not self._eager or (reduced and not self._denormal):

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
+from tpcore.private import no_torch_function, schema_of
 from tpcore.settings import LOCAL_RANK
 
 from .limits import Refusals
@@ -29,7 +30,7 @@ class DeviceTensor(Tensor):
 
     raw: Tensor
     tpcore_plain = True  # for checkpoints: it is all there, on its device
-    __torch_function__: Any = torch._C._disabled_torch_function_impl
+    __torch_function__: Any = no_torch_function
 
     @staticmethod
     def __new__(cls: Any, raw: Tensor) -> DeviceTensor:
@@ -122,7 +123,7 @@ class Device(_DummyBackendModule):
         """Round what ``operator`` has written to the width of the hardware. Views are of what was rounded before."""
         if not self.limits.narrow:
             return
-        schema = operator._schema
+        schema = schema_of(operator)
         written = [x for x, a in zip(args, schema.arguments, strict=False) if a.alias_info and a.alias_info.is_write]
         written += [kwargs[a.name] for a in schema.arguments if a.name in kwargs and a.alias_info]
         if all(r.alias_info is None for r in schema.returns):

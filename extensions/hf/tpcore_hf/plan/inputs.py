@@ -18,11 +18,13 @@ _OWN = ("transformers.", "tpcore.", "tpcore_", "torch.")
 def is_own(module: nn.Module) -> bool:
     """Whether its forward is that of a class of transformers, neither a user's nor changed by one."""
     function: Any = type(module).forward
-    while getattr(function, "__globals__", {"__name__": ""})["__name__"].startswith(_OWN):
-        if not hasattr(function, "__wrapped__"):
-            return type(module).__module__.startswith("transformers.models.") and "forward" not in vars(module)
-        function = function.__wrapped__
-    return False
+    inside: list[Any] = []
+    # a wrapper may name itself as what it wraps
+    while getattr(function, "__globals__", {"__name__": ""})["__name__"].startswith(_OWN) and function not in inside:
+        inside.append(function)
+        function = getattr(function, "__wrapped__", function)
+    own = bool(inside) and function in inside
+    return own and type(module).__module__.startswith("transformers.models.") and "forward" not in vars(module)
 
 
 def _definition_of(function: Callable[..., Any]) -> ast.stmt | None:

@@ -109,6 +109,7 @@ INHERITED = {
     "tpcore_hf.adapters.lora": "_cast_input_dtype _get_in_out_features",
     "tpcore_hf.trainer": "_load_best_model _load_from_checkpoint _load_optimizer_and_scheduler _load_rng_state "
     "_move_model_to_device _save _save_optimizer_and_scheduler _train_batch_size",
+    "tpcore_neuron.stand_in.group": "_allgather_base _reduce_scatter_base _set_group_name",
     "tpcore_serve.batches": "_cb _parser _queue _request_id",
     "tpcore_serve.handlers": "_build_completion _build_generation_config _non_streaming _resolve_model _streaming "
     "_valid_params_class _validate_request",
@@ -117,7 +118,7 @@ INHERITED = {
 STAND_IN = {
     "tpcore_neuron.stand_in.device": "_C _DummyBackendModule _ExcludeDispatchKeyGuard _fused_sdp_choice "
     "_index_put_impl_ _make_wrapper_subclass _pytree _setup_privateuseone_for_python_backend _to_copy",
-    "tpcore_neuron.stand_in.group": "_C _allgather_base _distributed_c10d _pytree _reduce_scatter_base",
+    "tpcore_neuron.stand_in.group": "_C _distributed_c10d _pytree",
 }
 """What a device and a process group that are written in Python are made of, in torch 2.13 and later."""
 ANYWHERE = {

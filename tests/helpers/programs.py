@@ -72,6 +72,7 @@ def status(program: Callable[[], object], out: Path, err: Path) -> int:
         with path.open("a") as f:
             os.dup2(f.fileno(), number)
     sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+    sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr  # ranks are unbuffered where these are
     try:
         program()
         return 0

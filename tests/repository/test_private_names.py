@@ -251,7 +251,7 @@ def test_it_is_there_and_takes_what_it_took(path: str, text: str) -> None:
         shown = ", ".join(map(str, plain))
         assert f"({shown})".startswith(text.split(":")[0].rstrip(")") if ":" in text else text), signature
     elif text:
-        sources = "".join(inspect.getsource(kind) for kind in value.__mro__ if kind.__module__ != "builtins")
+        sources = "".join(_source(kind) for kind in value.__mro__ if kind.__module__ != "builtins")
         assert [n for n in text.split() if n not in sources and not hasattr(value, n)] == []
 
 

@@ -11,10 +11,12 @@ if TYPE_CHECKING:
     from .generate.cached import trace_causal_lm
     from .load.gathered import full_state_dict
     from .load.lazy import lazy
+    from .load.source import WeightSource
     from .sequence.context_parallel import shard_sequence
 
 _LATER = {
     "ExpertLoad": "experts.count",
+    "WeightSource": "load.source",
     "full_state_dict": "load.gathered",
     "lazy": "load.lazy",
     "parallelize": "api",
@@ -22,7 +24,7 @@ _LATER = {
     "trace_causal_lm": "generate.cached",
 }
 
-__all__ = ["ExpertLoad", "full_state_dict", "lazy", "parallelize", "shard_sequence", "trace_causal_lm"]
+__all__ = ["ExpertLoad", "WeightSource", "full_state_dict", "lazy", "parallelize", "shard_sequence", "trace_causal_lm"]
 
 
 def __getattr__(name: str) -> Any:

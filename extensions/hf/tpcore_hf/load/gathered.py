@@ -6,7 +6,8 @@ import copy
 import os
 import re
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,16 +42,22 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     return {name: full[id(t)] for name, t in state.items()}
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """One parameter or buffer, whole, on the CPU. Collective over the ranks that have its parts."""
-    mark, part = sharding(tensor), tensor.detach()
+def whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """One parameter or buffer, whole, on the CPU, as ``dtype``. Collective over the ranks that have its parts."""
+    mark, part = sharding(tensor), tensor.detach().to(dtype or tensor.dtype)
     return part.cpu().clone() if mark is None else mark.whole(part)
+
+
+Merge = Callable[[], AbstractContextManager[None]]
+
+NO_MERGES: Mapping[str, Merge] = {}
 
 
 @dataclass(frozen=True)
 class Gathered:
     """A tensor that is gathered when it is written, which adds its name to ``done``. ``stage``: the first that has it;
-    ``tensor`` is None on stages without it."""
+    ``tensor`` is None on stages without it. ``merged``: inside, its adapters are in
+    it. ``everywhere``: all ranks have it then, and not rank 0 alone."""
 
     name: str
     tensor: Tensor | None
@@ -58,12 +65,18 @@ class Gathered:
     dtype: torch.dtype
     stage: int
     done: set[str]
+    merged: Merge = nullcontext
+    everywhere: bool = False
 
     def pieces(self) -> Iterator[Tensor]:
         self.done.add(self.name)
-        full = torch.empty(self.shape, dtype=self.dtype) if self.tensor is None else whole(self.tensor)
-        if self.stage:  # rank 0, which writes, is of the first
-            ctx = current()
+        if self.tensor is None:
+            full = torch.empty(self.shape, dtype=self.dtype)
+        else:
+            with self.merged():
+                full = whole(self.tensor, self.dtype)
+        ctx = current()
+        if self.stage or (self.everywhere and ctx.mesh.axes.get("pp", 1) > 1):  # rank 0, which writes, is of the first
             full = ctx.comm("pp").broadcast(full.to(ctx.device), self.stage).cpu()
         yield full
 
@@ -99,7 +112,7 @@ def save_whole(
             "writes safetensors into a directory, which from_pretrained opens whole"
         )
     out, done = os.path.realpath(save_directory), set[str]()
-    entries = _entries(model, done)
+    entries = whole_entries(model, model.state_dict(keep_vars=True), done)
     with together(ctx):
         files = divided(in_files(model, entries), bytes_of(max_shard_size))
     error: Exception | None = None
@@ -119,21 +132,34 @@ def save_whole(
             raise error
 
 
-def _entries(model: Any, done: set[str]) -> dict[str, Gathered]:
-    """The tensors of all stages, each once, under the name that its tied names refer to. Collective over stages."""
-    targets, ignored = set(getattr(model, "all_tied_weights_keys", {})), model._keys_to_ignore_on_save or ()
-    state = model.state_dict(keep_vars=True)
-    sources = {id(t) for name, t in state.items() if name not in targets}
-    names: dict[int, str] = {}
-    for name, t in state.items():
-        if name not in ignored and not (name in targets and id(t) in sources):
-            names.setdefault(id(t), name)
-    marks = {name: sharding(state[name]) for name in names.values()}
-    here = {n: (state[n].shape if m is None else m.layout.shape, dtype_name(state[n].dtype)) for n, m in marks.items()}
+def whole_entries(
+    model: Any,
+    state: Mapping[str, Tensor],
+    done: set[str],
+    dtype: torch.dtype | None = None,
+    merges: Mapping[str, Merge] = NO_MERGES,
+    everywhere: bool = False,
+) -> dict[str, Gathered]:
+    """The tensors of all stages, each once, under the name that its tied names refer to: floating ones as ``dtype``.
+    ``state``: of this stage. Collective over stages."""
+    targets, ignored = set(getattr(model, "all_tied_weights_keys", {})), getattr(model, "_keys_to_ignore_on_save", None)
+    values = {name: (id(t), merges.get(name)) for name, t in state.items()}  # a tied name may be without adapters
+    sources = {value for name, value in values.items() if name not in targets}
+    names: dict[object, str] = {}
+    for name, value in values.items():
+        if name not in (ignored or ()) and not (name in targets and value in sources):
+            names.setdefault(value, name)
+    here = {}
+    for name in names.values():
+        t, mark = state[name], sharding(state[name])
+        kept = dtype if dtype and t.is_floating_point() else t.dtype
+        here[name] = (t.shape if mark is None else mark.layout.shape, dtype_name(kept))
     ctx, entries = current(), dict[str, Gathered]()
     for stage, there in enumerate(gather(here, ctx.comm("pp")) if ctx.mesh.axes.get("pp", 1) > 1 else [here]):
-        for name, (shape, dtype) in there.items():
-            entries.setdefault(name, Gathered(name, state.get(name), tuple(shape), dtype_of(dtype), stage, done))
+        for name, (shape, of) in there.items():
+            if name not in entries:
+                here_too, merge = state.get(name), merges.get(name, nullcontext)
+                entries[name] = Gathered(name, here_too, tuple(shape), dtype_of(of), stage, done, merge, everywhere)
     return entries
 
 

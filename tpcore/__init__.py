@@ -19,6 +19,7 @@ from .settings import __version__ as __version__
 from .train.clip import clip_grad_norm
 from .train.data_parallel import reduce_gradients
 from .train.pipeline import PipelinedLayers, PipelineModel
+from .train.preemption import Preemption
 from .train.step import optimizer_step, overlap_grad_reduce
 from .train.zero import Zero1
 
@@ -57,6 +58,7 @@ __all__ = [
     "PeerLostError",
     "PipelineModel",
     "PipelinedLayers",
+    "Preemption",
     "RMSNorm",
     "RowParallelLinear",
     "ShardSpec",

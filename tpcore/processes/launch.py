@@ -39,6 +39,7 @@ T = TypeVar("T")
 _POLL = 0.02  # seconds between polls of running processes
 _GRACE = 2.0  # seconds for the other ranks to fail and report their errors, after the first failure
 _PATIENCE = 5.0  # seconds for the ranks' SIGTERM handlers
+_SAVING = 30.0  # the same where this process is told to end: ranks may save what they have, as under torchrun
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -85,7 +86,7 @@ def _run(call: bytes, nprocs: int, variables: Mapping[str, str]) -> list[Outcome
     from ..c10d.supervision.rendezvous import host_store
 
     files = [nameless_file() for _ in range(1 + nprocs)]
-    processes = Processes()
+    processes, patience = Processes(), _PATIENCE
     try:
         write_file(files[0], call)
         store, job = host_store()
@@ -96,11 +97,12 @@ def _run(call: bytes, nprocs: int, variables: Mapping[str, str]) -> list[Outcome
             codes = processes.join(_GRACE, _PATIENCE)
         del store  # the ranks use it until they end
         return [_outcome(rank, code, read_file(files[1 + rank])) for rank, code in enumerate(codes)]
-    except BaseException:
+    except BaseException as e:
         processes.send(signal.SIGTERM)
+        patience = _SAVING if isinstance(e, SystemExit) else _PATIENCE
         raise
     finally:
-        processes.close(_PATIENCE)
+        processes.close(patience)
         for fd in files:
             os.close(fd)
 

@@ -34,6 +34,7 @@ from tpcore.train.zero import Zero1
 from . import parallelize
 from .accelerate import Accelerator
 from .model_files import is_cut, load_model, load_state, of_other_ranks, save_state, saved, whole_state
+from .preemption import SaveOnPreemption, own_preemption
 
 __all__ = ["Trainer"]
 
@@ -82,10 +83,13 @@ class Trainer(transformers.Trainer):
             choice = choose_mesh(model, args, {} if isinstance(mesh, str) else mesh)
             zero1 = zero1 or choice.zero1
         self._zero1 = {} if zero1 is True else zero1
-        if more:
-            super().__init__(model, args, *more, **kwargs)
-        else:  # by name, for TRL's have other arguments between these two
-            super().__init__(model=model, args=args, **kwargs)
+        with own_preemption(args) as saves_on_signal:
+            if more:
+                super().__init__(model, args, *more, **kwargs)
+            else:  # by name, for TRL's have other arguments between these two
+                super().__init__(model=model, args=args, **kwargs)
+        if saves_on_signal:
+            self.add_callback(SaveOnPreemption())
         check_arguments(self.args)
         check_cut(self.model)
         for module in self.model.modules():

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
+import os
+import signal
 from argparse import Namespace
 from contextvars import Context
 from functools import partial
@@ -145,6 +147,35 @@ def test_resumes_on_another_mesh(pool: RankPool, tmp_path: Path) -> None:
     stocks = str(tmp_path / "whole" / "checkpoint-2")
     for got, _ in pool.run(TP, on_mesh, tmp_path / "stock", {}, True, stocks):
         assert_same_history(got, history(whole))
+
+
+class Preempts(transformers.TrainerCallback):
+    """Sends this rank its scheduler's signal in the middle of the second step."""
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _preempted(where: Path) -> None:
+    ctx = tpcore.init(backend="cpu_gloo", tp=2)
+    options = arguments(where, enable_jit_checkpoint=True)
+    trainer = Trainer(tpcore.parallelize(model()), options, **data(), callbacks=[Preempts()] * ctx.rank)
+    assert options.enable_jit_checkpoint
+    trainer.train()
+    raise AssertionError("trained to the end")
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_signal_to_one_rank_makes_a_checkpoint_of_all(pool: RankPool, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"rank \d called sys.exit\(143\)"):
+        tpcore.launch(_preempted, 2, args=(tmp_path / "ended",))
+    first = tmp_path / "ended" / "checkpoint-2"
+    assert [*first.parent.iterdir()] == [first]
+    want = history(stock(tmp_path / "whole"))
+    for got, _ in pool.run(BOTH, partial(on_mesh, **HALF), tmp_path / "next", {}, False, str(first)):
+        assert_same_history(got, want)
 
 
 def adapted(how: str) -> Any:

@@ -28,6 +28,9 @@ with warnings.catch_warnings():
 
 transformers.logging.set_verbosity_error()
 
+SPREADS = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23)
+"""Whether experts of this release take part of all; older ones are whole on each rank."""
+
 TINY = {
     "vocab_size": 99,  # odd: the table and the head are padded
     "hidden_size": 32,

@@ -222,6 +222,7 @@ def vision() -> nn.Module:
     return hf.transformers.Qwen3VLMoeForConditionalGeneration(config)
 
 
+@pytest.mark.skipif(not hf.SPREADS, reason="experts of this transformers are whole, and may mix tokens: refused")
 @pytest.mark.parametrize("length", [13, 14])
 def test_what_is_added_between_blocks_meets_whole_tokens(length: int) -> None:
     ids = torch.arange(3, 3 + length)[None]

@@ -33,11 +33,10 @@ MESHES = {
     "ep 2 x tp 2": ({"dp": 1, "ep": 2, "tp": 2}, FEATURES),
     "ep 2 x tp 2, experts": ({"dp": 1, "ep": 2, "tp": 2}, WHOLE),
 }
-SPREADS = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23)
 
 
 def taken(mesh: str) -> tuple[dict[str, int], dict[str, Any]]:
-    if mesh != "tp 2" and not SPREADS:
+    if mesh != "tp 2" and not hf.SPREADS:
         pytest.skip("experts of this transformers take no part of all: parallelize refuses to spread them")
     return MESHES[mesh]  # type: ignore[return-value]
 
@@ -147,7 +146,7 @@ def transposed(folder: Path) -> Any:
     return whole
 
 
-@pytest.mark.skipif(not SPREADS, reason="experts of this transformers take no part of all")
+@pytest.mark.skipif(not hf.SPREADS, reason="experts of this transformers take no part of all")
 def test_what_is_stored_transposed_is_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     whole = transposed(tmp_path)

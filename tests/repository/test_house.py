@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import ast
+import re
+import tokenize
 from collections import defaultdict
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
+import typer
 from helpers.places import ROOT, TESTS
 
-from tpcore.backend.extensions import names
+from tpcore.backend.extensions import manager, names
 
 FILES = sorted(path for folder in ("tpcore", "backends", "extensions") for path in (ROOT / folder).rglob("*.py"))
 LINES, BODY = 300, 40
@@ -154,6 +159,29 @@ def test_the_core_names_nothing_beside_it_in_an_import_string() -> None:
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.split(".")[0] in beside
     ]
     assert names == []
+
+
+def test_no_text_of_the_core_names_an_extension() -> None:
+    """Nor what extensions add to it, in docstrings, comments and messages: a core without them would send its users to
+    what is not there."""
+    commands: Any = typer.Typer()
+    manager().hook.tpcore_commands(app=commands)
+    made = [*commands.registered_commands, *commands.registered_groups]
+    added = {*names(), *(name for package in EXTENSIONS for name in getattr(import_module(package), "__all__", ()))}
+    words = added - {"explain", "lazy", "plan"}  # which are English, too
+    text = re.compile(
+        rf"\b({'|'.join({*EXTENSIONS, *words})})\b|\btpcore\.({'|'.join(added)})\b"
+        rf"|`tpcore ({'|'.join(entry.name or entry.callback.__name__ for entry in made)})\b"
+    )
+    code = {tokenize.NAME, tokenize.NUMBER, tokenize.OP}
+    wrong = []
+    for path in FILES:
+        if module_of(path).startswith("tpcore."):
+            with path.open() as file:
+                for token in tokenize.generate_tokens(file.readline):
+                    if token.type not in code and (found := text.search(token.string)):
+                        wrong.append(f"{path.relative_to(ROOT)}:{token.start[0]}: {found.group()}")
+    assert wrong == []
 
 
 def test_the_cores_tests_import_no_extension() -> None:

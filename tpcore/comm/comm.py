@@ -62,7 +62,7 @@ class Comm:
     def __reduce__(self) -> str:
         raise TypeError(
             f"{type(self).__name__} over {self.group.axes} is a live connection and cannot be pickled: "
-            "save model.state_dict() (tpcore_nxd.parallel_layers.save) instead of the model"
+            "save model.state_dict() instead of the model"
         )
 
     def all_reduce(self, x: Tensor, op: Op = "sum", *, donate: bool = False) -> Tensor:

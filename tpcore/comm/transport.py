@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Primitive:
-    """One collective, described for graphs, recordings, checks, ``explain`` and the conformance kit.
+    """One collective, described for graphs, recordings, checks and the conformance kit.
 
     ``Transport`` has a method of this name, abstract or with a default; the one of ``Comm`` checks arguments.
     """

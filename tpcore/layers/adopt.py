@@ -209,7 +209,7 @@ def prepared(plain: nn.Module, make: Callable[[nn.Module], Layer]) -> Layer:
     layer = make(twin(plain, "meta"))
     for name, p in plain.named_parameters(recurse=False):
         if p.grad is not None and p.shape != layer.get_parameter(name).shape:
-            raise ValueError(f"{name} has a gradient of its whole: call model.zero_grad() before parallelize")
+            raise ValueError(f"{name} has a gradient of its whole: call model.zero_grad() before it is sharded")
     return layer
 
 

@@ -21,7 +21,7 @@ def init_weights(model: nn.Module, fn: Callable[[nn.Module], object]) -> nn.Modu
     that it was made of (``nn.Linear``, ``nn.Embedding``, transformers' ``Conv1D``), with the present whole values on
     the CPU. Every rank draws the random numbers of the unsharded model, so that the same seed gives the same values
     at every degree. One layer's whole is in memory at a time. Collective over the ranks of the layers. ValueError for a
-    model on stages, of which a rank has not all modules: initialize it before ``parallelize``.
+    model on stages, of which a rank has not all modules: initialize it before it is sharded.
     """
     for name, p in model.named_parameters():
         mark = sharding(p)

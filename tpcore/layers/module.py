@@ -96,7 +96,7 @@ class ParallelModule(nn.Module):
             if type(param) is not nn.Parameter and not getattr(param, "tpcore_plain", False):
                 raise ValueError(
                     f"{type(self).__name__}.{name} cannot become a {type(param).__name__}, of this rank's part: "
-                    "quantize before the model is sharded, or with parallelize(model, quantize=)"
+                    "quantize before the model is sharded"
                 )
             spec, shape, local = self.shard_specs[name], tuple(param.shape), tuple(self.sharding_of(name).local_shape)
             if shape != local:  # with the whole on each rank a sum over the ranks would be tp times too large

@@ -70,7 +70,7 @@ def refusing(check: Callable[..., None]) -> Callable[[Function], Function]:
 
 IN_FILE = (
     "a tensor of shape {} is one rank's part of {}, and a file would hold it as the whole: model.save_pretrained and "
-    "tpcore.checkpoint.save, called on all ranks, write the whole model; tpcore_hf.full_state_dict gathers it"
+    "tpcore.checkpoint.save, called on all ranks, write the whole model"
 )
 _NORM = (
     "torch.nn.utils would see the norm of this rank's part of a gradient, each rank another: call "

@@ -82,15 +82,24 @@ def init(
 ) -> ParallelContext:
     """Join the job that ``torchrun`` started and divide it into tp groups; dp is the rest of the world.
 
-    ``pp``: pipeline stages, the outermost axis of the mesh; ``ctx.comm("pp", "tp")`` spans stages and tp. ``ep``: ranks
-    among which whole experts are divided, and ``cp``: ranks among which the tokens of each sequence are
-    (``tpcore.parallelize``). Ranks of ep have other examples, like those of dp. The axes are between dp and tp, in this
-    order, and a mesh has them above 1. ``backend``: a plugin's name, an instance, or None to choose one
-    (``TPCORE_BACKEND``, else neuron or cuda if such a device is present, else cpu_gloo). ``timeout``: seconds that a
-    collective waits for a rank before every rank gets an error; default ``TPCORE_TIMEOUT`` or 120.
+    The axes of the mesh, from the outermost: pp, dp, ep, cp, tp; ep and cp are in it above 1. No degree is clamped, and
+    an error leaves nothing running.
 
-    Raises ValueError if pp times ep times cp times tp does not divide the world, RuntimeError if called twice,
-    BackendError if the backend is missing or cannot run here. No degree is clamped; an error leaves nothing running.
+    Args:
+        backend: a plugin's name, an instance, or None to choose one (``TPCORE_BACKEND``, else neuron or cuda if such a
+            device is present, else cpu_gloo).
+        tp: ranks among which each layer is sharded.
+        pp: pipeline stages; ``ctx.comm("pp", "tp")`` spans stages and tp.
+        ep: ranks among which whole experts are divided; they have other examples, like those of dp.
+        cp: ranks among which the tokens of each sequence are divided.
+        timeout: seconds that a collective waits for a rank before every rank gets an error; default
+            ``TPCORE_TIMEOUT`` or 120.
+        others: none; a TypeError for another axis says which there are.
+
+    Raises:
+        ValueError: pp times ep times cp times tp does not divide the world.
+        RuntimeError: it is called twice.
+        BackendError: the backend is missing or cannot run here.
     """
     if others:
         unknown: dict[str, object] = dict(others)
@@ -135,7 +144,7 @@ def _observer(ctx: ParallelContext) -> Observer | None:
     if observer is None:
         raise BackendError(
             f"{settings.CHECK.name}={settings.CHECK.get()} asks for a checked run, and no installed extension has "
-            f"an observer for it, as tpcore_explain has: install one, or set {settings.CHECK.name} to warmup or off"
+            f"an observer for it: install one that has, or set {settings.CHECK.name} to warmup or off"
         )
     return observer
 

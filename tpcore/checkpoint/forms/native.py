@@ -65,7 +65,7 @@ class Native(Source):
         return NativeStage(self, None, None, names)
 
     def tensors(self) -> Iterator[tuple[str, Stored]]:
-        """All that ``tpcore checkpoint inspect`` lists: those of other entries than the model too."""
+        """All for whoever lists a file: those of other entries than the model too."""
         for pp_rank in range(self.pp):
             stage = NativeStage(self, pp_rank, 0 if self.tp == 1 else None)
             for key in stage.state:

@@ -43,13 +43,13 @@ def unpickled(path: str, how: Reading, allow: Sequence[type] = (), placeholders:
     if not how.trust:
         raise CheckpointError(
             f"{path} is a pickle, which trust=False (--no-trust) does not read: where it is trusted, "
-            "`tpcore checkpoint convert` makes safetensors of it"
+            "write its tensors as safetensors"
         )
     if not how.quiet and tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < (2, 10):
         warnings.warn(
             f"{path} is a pickle, and before torch 2.10 (this is {torch.__version__}) one can run code in "
             "spite of weights_only=True (CVE-2026-24747): trust who made it, or make safetensors of it "
-            "elsewhere with `tpcore checkpoint convert`",
+            "elsewhere",
             stacklevel=2,
         )
     os.close(open_regular(path))

@@ -1,4 +1,4 @@
-"""The tests of the conformance kit, for pytest and for ``tpcore verify``, which needs no pytest."""
+"""The tests of the conformance kit, for pytest and for programs without it."""
 
 from __future__ import annotations
 

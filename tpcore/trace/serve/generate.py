@@ -28,7 +28,7 @@ def generate(
 ) -> Iterator[Tensor]:
     """Yield the next token of each prompt, int64 ``[prompts]``, as soon as it is there.
 
-    ``model``: what ``tpcore_hf.trace_causal_lm`` made. ``prompts``: token ids, a tensor ``[prompts, tokens]`` or
+    ``model``: traced with a cache of keys and values. ``prompts``: token ids, a tensor ``[prompts, tokens]`` or
     sequences of several lengths, no more than the rows of the model's cache. ``stop_tokens``: a row that has come to
     one repeats it, and all rows end when each has. ``choose``: the tokens of the next step, ``[rows]``, from logits
     ``[rows, vocabulary]``.
@@ -144,7 +144,7 @@ def _sizes(model: TensorParallelModel) -> tuple[int, int, int]:
     manifest = model.manifest
     state = [manifest.weights[name].spec.shape for name in manifest.outputs.state]
     if manifest.inputs.arguments.names != ["input_ids", "start", "last"] or not state:
-        raise ValueError(f"{model} keeps no keys and values: tpcore_hf.trace_causal_lm makes one that does")
+        raise ValueError(f"{model} keeps no keys and values: trace it with its cache as state")
     size = manifest.inputs.shapes[0][1]
     chunk = max(bucket[size] for bucket in manifest.inputs.buckets) if isinstance(size, str) else size
     return state[0][0], state[0][2] - 1, chunk

@@ -31,12 +31,12 @@ import tpcore
 from tpcore.log import quiet
 from tpcore.processes.launch import launch
 from tpcore.runtime.memory import keep_freed_memory
-from tpcore_plan.calibrate import calibrate, fit
 from tpcore_plan.choice import Choice, setup_lines, step_lines
 from tpcore_plan.machine import Machine
 from tpcore_plan.predict import Prediction, predict
 from tpcore_plan.reduced import Reduced, Ways
 
+from .calibrate import calibrate, fit
 from .harness import conditions, grown, resident, say
 from .plan_hosts import measured, on_hosts
 from .plan_published import compare_published
@@ -271,7 +271,7 @@ def host_rank(home: str, *job: Any) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--machine", type=Path, help="the file of `tpcore plan --calibrate --devices 2`")
+    parser.add_argument("--machine", type=Path, help="the file of `python -m benchmarks.calibrate --devices 2`")
     parser.add_argument("--case", choices=[case.name for case in CASES], help="one of the models")
     parser.add_argument("--steps", type=int, default=3, help="measured after one that does not count")
     parser.add_argument("--rounds", type=int, default=2, help="of calibration and all meshes")

@@ -1,7 +1,7 @@
 """The link between two hosts, measured by calibration's all-reduces: network namespaces with a wire that delays.
 
 Needs root, iproute2 and /dev/net/tun. ``--machine FILE`` adds the link to a machine's file that
-``tpcore plan --calibrate`` wrote.
+``python -m benchmarks.calibrate`` wrote.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from types import ModuleType
 from typing import Any
 
 import tpcore
-from tpcore_plan.calibrate import AllReduce, between_hosts, fit
 from tpcore_plan.machine import Machine
 
+from .calibrate import AllReduce, between_hosts, fit
 from .harness import conditions, say
 
 HOSTS, LIMIT = 2, 600.0  # seconds, against hangs alone

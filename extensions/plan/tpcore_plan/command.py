@@ -9,20 +9,19 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.table import Table
 
-from tpcore.cli.console import bytes_of, dtype_of, echo, show, table_of, tell
+from tpcore.cli.console import bytes_of, dtype_of, echo, table_of, tell
 from tpcore.errors import extra
 from tpcore_explain.summary import save_pictures, size
 
 from .machine import PUBLISHED
 
 if TYPE_CHECKING:  # a model's rooms take long to import
-    from .machine import Machine
     from .search import MeshPlan
 
 
 def plan_mesh(
-    target: str | None = typer.Argument(None, help="As of tpcore explain: a Hugging Face config.json, say."),
-    machine: str = typer.Option("h100x8", help=f"{', '.join(PUBLISHED)}, or the file of --calibrate."),
+    target: str = typer.Argument(help="As of tpcore explain: a Hugging Face config.json, say."),
+    machine: str = typer.Option("h100x8", help=f"{', '.join(PUBLISHED)}, or a machine's file."),
     hosts: int = typer.Option(1, min=1, help="Hosts of that machine."),
     devices: int | None = typer.Option(None, min=1, help="Devices. Default: all of the hosts."),
     per_host: int | None = typer.Option(None, min=1, help="Devices of a host, if not the machine's."),
@@ -33,23 +32,14 @@ def plan_mesh(
     capacity_factor: float | None = typer.Option(None, min=0, help="Of experts: how much of an even share each takes."),
     as_json: bool = typer.Option(False, "--json", help="Print everything as JSON, for programs."),
     plot: Path | None = typer.Option(None, help="Draw memory, time and scaling to this file: out.png, out.svg."),
-    calibrated: bool = typer.Option(False, "--calibrate", help="Measure this machine, in a minute, into --out."),
-    out: Path = typer.Option(Path("machine.json"), help="With --calibrate: the file to write."),
 ) -> None:
     """Predict the time and memory of a training step on every mesh, and print the fastest that fit.
 
-    Nothing is started, except by --calibrate. Exit status 1 if nothing fits, 2 if there is nothing to predict.
+    Nothing is started. Exit status 1 if nothing fits, 2 if there is nothing to predict.
     """
-    from .calibrate import calibrate
     from .search import plan
 
     try:
-        if calibrated:
-            show(*_machine_lines(calibrate(out, devices=devices), out))
-        if target is None:
-            if not calibrated:
-                raise ValueError("name a model, or give --calibrate")
-            return
         sizes: dict[str, Any] = {"hosts": hosts, "devices": devices, "per_host": per_host, "machine": machine}
         sizes |= {"batch": batch, "seq_len": seq_len, "dtype": dtype_of(dtype), "capacity_factor": capacity_factor}
         sizes["memory"] = None if memory is None else float(bytes_of("--memory", memory, unit=True))
@@ -110,13 +100,3 @@ def _best_lines(plans: MeshPlan) -> Iterator[str]:
         served = f"{size(plans.cache)} of keys and values on a device: {fit:,.0f} tokens fit beside its parameters"
         yield f"\nServed at tp={choice.ways.tp}, a token has {served}."
     yield ""
-
-
-def _machine_lines(machine: Machine, path: Path) -> Iterator[str]:
-    yield f"{path}: {machine.name}, {machine.per_host} devices of {size(machine.memory)}"
-    for dtype, curve in machine.flops.items():
-        yield f"  {dtype}: {max(rate for _, rate in curve) / 1e9:,.0f} GFLOP/s"
-    yield f"  memory: {machine.memory_bandwidth / 1e9:.3g} GB/s; an operator: {machine.overhead * 1e6:.3g} us"
-    for field, link in (("inside", machine.inside), ("between", machine.between)):
-        speed = f"{link.latency * 1e6:.3g} us a step, {link.bandwidth / 1e9:.3g} GB/s"
-        yield f"  {field}: {speed} ({machine.source[field]})"

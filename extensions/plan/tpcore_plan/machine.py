@@ -15,7 +15,7 @@ from typing import Any
 Curve = tuple[tuple[float, float], ...]
 
 MATMUL_EFFICIENCY = 0.8
-"""Part of the published peak that a large matmul is assumed to reach on a machine without calibration. A tuned
+"""Part of the published peak that a large matmul is assumed to reach on a machine that was not measured. A tuned
 BF16 matmul of 4224 x 8192 x 2048 reached 780 of the 989 TFLOPS of an H100 (H. He, "H100 peak matmul FLOPS",
 gist.github.com/Chillee/2ec89696db8b7ed1c24461159e325405)."""
 LINK_EFFICIENCY = 0.8
@@ -227,8 +227,7 @@ _TRN1 = "AWS Neuron documentation, Trn1 architecture (awsdocs-neuron, trn1-arch)
 _INF2 = "AWS Neuron documentation, Inf2 architecture (awsdocs-neuron, inf2-arch)"
 _CPU = (
     "not this machine: a core of Amazon EC2 c6i.4xlarge (8 cores of Ice Lake at 3.5 GHz with two AVX-512 units, 32 GiB,"
-    " 8 channels of DDR4-3200 for 32 cores, 12.5 Gb/s), latencies and BF16's rate assumed; `tpcore plan --calibrate` "
-    "measures this one"
+    " 8 channels of DDR4-3200 for 32 cores, 12.5 Gb/s), latencies and BF16's rate assumed"
 )
 PUBLISHED: dict[str, Machine] = {
     machine.name: machine
@@ -257,8 +256,5 @@ def find(name: str) -> Machine:
     if name in PUBLISHED:
         return PUBLISHED[name]
     if not Path(name).is_file():
-        raise ValueError(
-            f"no machine {name!r}: it is neither a file nor one of {', '.join(PUBLISHED)}; "
-            "`tpcore plan --calibrate --out FILE` writes this machine's file"
-        )
+        raise ValueError(f"no machine {name!r}: it is neither a file nor one of {', '.join(PUBLISHED)}")
     return Machine.read(name)

@@ -91,9 +91,9 @@ def plan(
     ``hosts`` hosts), and sort what fits.
 
     ``target``: as for ``explain``, or a function that returns a model. ``machine``: the name of a published one
-    (``tpcore plan --help`` lists them), the file that ``tpcore plan --calibrate`` wrote, or a ``Machine``. ``per_host``
-    and ``memory``, bytes of a device: other than the machine's. ``batch``: examples of ``seq_len`` tokens in a step, of
-    all devices together. ``dtype``: of parameters and activations; below float32 Zero1 has master weights in float32.
+    (``tpcore plan --help`` lists them), a file of ``Machine.write``, or a ``Machine``. ``per_host`` and ``memory``,
+    bytes of a device: other than the machine's. ``batch``: examples of ``seq_len`` tokens in a step, of all devices
+    together. ``dtype``: of parameters and activations; below float32 Zero1 has master weights in float32.
     ``capacity_factor``: of experts. ``scaling``: predict 8 to 4,096 devices too, with as many examples for each.
 
     A step is forward and backward of microbatches, reduction, clipping and AdamW. Layers that are alike are recorded

@@ -356,7 +356,6 @@ def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
     assert "does not fit" in nothing.output
     assert "more memory than a device has for it" in nothing.output
     for words, text in (
-        ((), "name a model, or give --calibrate"),
         ((str(tmp_path), "--dtype", "int8"), "torch has no floating dtype 'int8'"),
         ((str(tmp_path), "--machine", "abacus"), "no machine 'abacus'"),
         ((str(tmp_path), "--memory", "80"), "--memory 80: a size such as 5GB"),

@@ -1,10 +1,9 @@
-"""Machines for planning: published figures, files, calibration and pictures."""
+"""Machines for planning: published figures, files, measured ones and pictures."""
 
 from __future__ import annotations
 
 import json
 import re
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,9 @@ from typing import Any
 import psutil
 import pytest
 
+from benchmarks.calibrate import AllReduce, calibrate, fit
 from benchmarks.plan_published import RUNS, Run
 from tpcore_explain.summary import save_pictures
-from tpcore_plan import calibrate as calibration
-from tpcore_plan.calibrate import AllReduce, calibrate, fit
 from tpcore_plan.machine import LINK_EFFICIENCY, MATMUL_EFFICIENCY, PUBLISHED, Machine, find
 
 
@@ -69,13 +67,13 @@ def test_a_file_of_something_else_and_an_unknown_machine(tmp_path: Path) -> None
         (tmp_path / "m.json").write_text(content)
         with pytest.raises(ValueError, match=text):
             Machine.read(tmp_path / "m.json")
-    with pytest.raises(ValueError, match=r"no machine 'h100x9': it is neither a file nor one of trn1.32xlarge, .*--c"):
+    with pytest.raises(ValueError, match=r"no machine 'h100x9': it is neither a file nor one of trn1.32xlarge, "):
         find("h100x9")
     with pytest.raises(ValueError, match="hosts must be a whole number above 0, not 0"):
         replace(find("cpu"), hosts=0)
 
 
-# -- calibration ----------------------------------------------------------------------------------------
+# -- measured ----------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("latency", "bandwidth"), [(20e-6, 1e9), (0.0, 5e9), (1e-3, 1e7)])
 def test_the_fit_finds_a_link_from_its_rings(latency: float, bandwidth: float) -> None:
     calls = [AllReduce(n, 4**k, 0.0) for n in (2, 4, 8) for k in range(5, 12)]
@@ -103,22 +101,6 @@ def test_calibration_measures_this_machine(tmp_path: Path, monkeypatch: pytest.M
     assert all("measured" in text and "2 ranks over cpu_gloo" in text for text in machine.source.values())
     assert all(curve[0][0] == 2 * 64**3 and len(curve) > 2 for curve in machine.flops.values())
     assert 0 < 2 * machine.memory <= psutil.virtual_memory().total
-
-
-def test_a_share_of_a_rate_is_the_same_by_any_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = time.perf_counter
-    monkeypatch.setattr(calibration, "_SIZES", calibration._SIZES[:1])
-    monkeypatch.setattr(time, "perf_counter", lambda: 1e6 * clock())
-    _, _, measured = calibration._measure("cpu_gloo", 1.0, True)
-    # of a matmul of 64, on a host that may be busy; in seconds or their inverse it would be off by 1e6 or more
-    assert 1e-3 < measured["attention"] < 1e3
-    assert 1.0 < measured["memory_bandwidth"] < 1e6  # bytes in a microsecond
-    assert 1e-3 < measured["overhead"] < 1e3  # in microseconds
-
-
-def test_calibration_of_one_device_is_refused() -> None:
-    with pytest.raises(ValueError, match="needs 2 devices or more, to measure their links, and there is 1"):
-        calibrate(devices=1, backend="cpu_gloo")
 
 
 # -- pictures -------------------------------------------------------------------------------------------

@@ -1,8 +1,13 @@
 """Measures this machine: matmul rates, memory bandwidth, an operator's overhead, links and memory of its devices, all
-at once, as they work in a training step: cores share caches and memory channels."""
+at once, as they work in a training step: cores share caches and memory channels.
+
+    python -m benchmarks.calibrate machine.json
+
+writes the file that ``tpcore plan --machine`` and ``python -m benchmarks.plan --machine`` take, in a minute."""
 
 from __future__ import annotations
 
+import argparse
 import math
 import os
 import platform
@@ -24,9 +29,10 @@ from tpcore.layout.mesh import Mesh
 from tpcore.processes.launch import launch
 from tpcore.runtime.context import ParallelContext
 from tpcore.runtime.init import choose_backend, init, shutdown
+from tpcore_plan.machine import Curve, Link, Machine
+from tpcore_plan.meter import attention_flops, cost_of
 
-from .machine import Curve, Link, Machine
-from .meter import attention_flops, cost_of
+from .harness import say
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 _MATMULS = tuple(2**k for k in range(6, 15))  # 64 to 16,384 rows
@@ -297,3 +303,17 @@ def _attention(device: torch.device) -> tuple[float, Callable[[], Tensor]]:
         return torch.autograd.grad(y, (q, k, v), y.detach())[0]
 
     return 3.5 * attention_flops(q, k, v, causal=True), run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("out", type=Path, help="the file to write")
+    parser.add_argument("--devices", type=int, help="default: all of this host")
+    options = parser.parse_args()
+    machine = calibrate(options.out, devices=options.devices)
+    for field, text in machine.source.items():
+        say(f"{field}: {text}")
+
+
+if __name__ == "__main__":
+    main()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import re
 
 import pytest
 from test_house import TREES
@@ -99,3 +100,27 @@ def test_the_trainer_answers_to_the_name_of_the_package() -> None:
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'tpcore' has no attribute 'tracing'"):
         tpcore.tracing  # noqa: B018  the access is the test
+
+
+def test_a_list_of_arguments_names_those_of_the_signature() -> None:
+    """The pages of the reference are made of it: Args, Returns and Raises, and no other heading."""
+    wrong, lists = [], 0
+    for module, tree in TREES.items():
+        for node in ast.walk(tree):
+            text = ast.get_docstring(node) if isinstance(node, ast.FunctionDef | ast.ClassDef) else None
+            headings = re.findall(r"^(\w+):\n(?: {4}.*\n?|\n)+", f"{text}\n", re.MULTILINE)
+            if not isinstance(node, ast.FunctionDef | ast.ClassDef) or not text or not headings:
+                continue
+            made = node if isinstance(node, ast.FunctionDef) else next(n for n in node.body if _name(n) == "__init__")
+            given = [a.arg for a in ast.walk(made.args) if isinstance(a, ast.arg)]
+            listed = text.partition("\nArgs:\n")[2].partition("\n\n")[0]
+            named = {"self", *re.findall(r"^    (\w+): \S", listed, re.MULTILINE)}
+            lists += 1
+            if set(headings) - {"Args", "Returns", "Raises"} or named != {"self", *given}:
+                wrong.append(f"{module}.{node.name}: {headings} {sorted(named ^ {'self', *given})}")
+    assert wrong == []
+    assert lists > 9
+
+
+def _name(node: ast.stmt) -> str:
+    return getattr(node, "name", "")

@@ -38,23 +38,28 @@ def save(
 ) -> None:
     """Save this job's state as the directory ``path``, each tp rank's part in ``tp_rank_<i>``. Collective.
 
-    ``state``: a ``model.state_dict()``, or a dict of state_dicts and values that JSON can represent:
-    ``{"model": ..., "optimizer": ..., "scheduler": ..., "rng": tpcore.random.get_state(), "epoch": 3}``. Tied weights
-    are written once. An optimizer in place of its ``state_dict()`` is cut like its parameters; each dp rank writes a
-    share of a ``Zero1``. The ``state_dict()`` of an optimizer can be loaded at another degree only if the optimizer was
-    made from ``model.named_parameters()`` and the model is saved with it.
+    Tied weights are written once. An earlier checkpoint of that name is replaced in one step, when the new one is
+    complete.
 
-    An earlier checkpoint of that name is replaced in one step, when the new one is complete. On every rank, ValueError
-    for an entry that cannot be saved, and CheckpointError for an error of the file system.
+    Args:
+        state: a ``model.state_dict()``, or a dict of state_dicts and values that JSON can represent:
+            ``{"model": ..., "optimizer": ..., "scheduler": ..., "rng": tpcore.random.get_state(), "epoch": 3}``. An
+            optimizer in place of its ``state_dict()`` is sharded like its parameters; each dp rank writes a share of a
+            ``Zero1``. The ``state_dict()`` of an optimizer can be loaded at another degree only if the optimizer was
+            made from ``model.named_parameters()`` and the model is saved with it.
+        path: the directory.
+        background: return when the values are copied to host memory, and write in the background, one save at a time.
+            An error on any rank is raised on every rank by the next ``save``, ``load`` or ``wait``, and logged at the
+            end of the program. ``wait()`` returns when the save is complete.
+        dtype: ``torch.bfloat16`` or ``torch.float16``: float32 is written in it, except tensors without dims.
+        keep_last: when the new checkpoint is complete, keep the last so many of those beside it whose names differ only
+            in the number at the end.
+        share_writes: every dp rank writes a share of its tp rank's tensors, which dp rank 0 writes otherwise.
+        in_turn: one rank writes after the other, which bounds host memory.
 
-    - ``background``: return when the values are copied to host memory, and write in the background, one save at a time.
-      An error on any rank is raised on every rank by the next ``save``, ``load`` or ``wait``, and logged at the end of
-      the program. ``wait()`` returns when the save is complete.
-    - ``dtype``: ``torch.bfloat16`` or ``torch.float16``: float32 is written in it, except tensors without dims.
-    - ``keep_last=N``: when the new checkpoint is complete, keep the last N of those beside it whose names differ only
-      in the number at the end.
-    - ``share_writes``: every dp rank writes a share of its tp rank's tensors, which dp rank 0 writes otherwise.
-    - ``in_turn``: one rank writes after the other, which bounds host memory.
+    Raises:
+        ValueError: on every rank, for an entry that cannot be saved.
+        CheckpointError: on every rank, for an error of the file system.
     """
     if keep_last is not None and keep_last < 1:
         raise ValueError(f"keep_last={keep_last}: at least the checkpoint that is being saved is kept")
@@ -79,22 +84,26 @@ def load(
 ) -> Any:
     """Load a checkpoint at any tp degree. Returns the saved dict without the entry loaded into ``model``. Collective.
 
-    With ``model``, loads the entry ``model_key`` into it, or the whole state if that is a model's state. Each rank
-    reads its own part. A model on meta gets memory on the context's device. Without ``model``, returns all entries of
-    this rank. ``sharded=False``: load a ``.safetensors`` file, a file of ``torch.save`` (``{"model": ...}`` or flat) or
-    a Hugging Face directory. Its names may have one prefix more or less than the model's.
+    Each rank reads its own part. Names, shapes and dtypes are compared before the model is changed; floats are
+    converted to the model's dtype. Directories of other libraries' forms can be loaded too, in all their layouts,
+    sharded as the model is. They and files of ``torch.save`` are pickles, of which only tensors and plain values are
+    read; a warning says that before torch 2.10 that restriction has a hole.
 
-    ``optimizer``: takes the entry ``"optimizer"``, which is then not returned; a ``Zero1`` reads its own part alone. In
-    place of a model, ``model`` may be another object whose ``load_state_dict`` takes the entry ``model_key``. A torch
-    optimizer loads its state at any degree from files of other libraries and from unsharded files too.
+    Args:
+        path: the directory, or a file.
+        model: takes the entry ``model_key``, or the whole state if that is a model's state; on meta it gets memory on
+            the context's device. It may be another object whose ``load_state_dict`` takes the entry. None: all entries
+            of this rank are returned.
+        model_key: the name of the model's entry.
+        sharded: False: ``path`` is a ``.safetensors`` file, a file of ``torch.save`` (``{"model": ...}`` or flat) or a
+            Hugging Face directory. Its names may have one prefix more or less than the model's.
+        strict: False: skip missing and surplus names, and entries that cannot be loaded at this degree, with a warning.
+        optimizer: takes the entry ``"optimizer"``, which is then not returned; a ``Zero1`` reads its own part alone. A
+            torch optimizer loads its state at any degree from files of other libraries and from unsharded files too.
+        trust: False: refuse pickles.
 
-    Directories of NeuronX Distributed and optimum-neuron can be loaded too, in all their layouts, cut as the model is.
-    They and files of ``torch.save`` are pickles, of which only tensors and plain values are read; ``trust=False``
-    refuses them. A warning says that before torch 2.10 that restriction has a hole.
-
-    Names, shapes and dtypes are compared before the model is changed. CheckpointError on every rank lists the
-    differences. Floats are converted to the model's dtype. ``strict=False`` skips missing and surplus names, and
-    entries that cannot be loaded at this degree, with a warning.
+    Raises:
+        CheckpointError: on every rank, with a list of what differs.
     """
     wait()
     ctx, path = current(), os.fspath(path)

@@ -199,11 +199,15 @@ class RowParallelLinear(ParallelLinear):
         out_features: size of the output's last dim.
         bias: whether to add a bias.
         input_is_parallel: the input is this rank's features.
-        dtype, device, init_method, skip_bias_add, group: as in ``ColumnParallelLinear``.
-        blocks: the same, of the input features; none is replicated.
+        dtype: of the parameters. None is torch's default.
+        device: where to allocate; "meta" allocates nothing.
+        blocks: as in ``ColumnParallelLinear``, of the input features; none is replicated.
+        init_method: fills the unsharded weight in place.
         sequence_dim: the dim of the output along which the tokens are spread over the ranks.
+        skip_bias_add: return ``(y, bias)`` without adding the bias.
         pad: allow an ``in_features`` that tp does not divide.
         reduce_dtype: lowest precision for sums of outputs.
+        group: the ranks of the layer: a Comm, a process group, or None for the tp axis.
     """
 
     region: TokenRegion | None = None

@@ -54,15 +54,23 @@ def launch(
 ) -> list[T]:
     """Run ``fn(*args, **kwargs)`` in ``nprocs`` new processes on this machine. Returns results in rank order.
 
-    ``fn`` calls ``tpcore.init(tp=...)`` itself. The processes are fresh interpreters with this one's options,
-    ``sys.argv``, environment, directory and import path, and with the objects that ``fn`` refers to. With cloudpickle,
-    ``fn`` may be defined in a notebook, or in a script without ``if __name__ == "__main__"``, which only workers
-    need that ``fn`` starts by spawn or forkserver. ``timeout``: seconds that a collective may wait, as in ``init``.
-    ``env``: variables for the processes.
+    The processes are fresh interpreters with this one's options, ``sys.argv``, environment, directory and import path,
+    and with the objects that ``fn`` refers to. If a rank fails, even after it has returned (a save in the background),
+    all ranks are ended. The first error that is not the consequence of another rank's is raised here, with its
+    traceback as the cause.
 
-    If a rank fails, even after it has returned (a save in the background), all ranks are ended. The first error that is
-    not the consequence of another rank's is raised here, with its traceback as the cause. A rank that died without an
-    error raises PeerLostError."""
+    Args:
+        fn: calls ``tpcore.init(tp=...)`` itself. With cloudpickle, it may be defined in a notebook, or in a script
+            without ``if __name__ == "__main__"``, which only workers need that ``fn`` starts by spawn or forkserver.
+        nprocs: how many processes.
+        args: of ``fn``.
+        kwargs: of ``fn``.
+        timeout: seconds that a collective may wait, as in ``init``.
+        env: variables for the processes.
+
+    Raises:
+        PeerLostError: a rank died without an error.
+    """
     if not callable(fn):
         raise TypeError(f"launch needs a function, not {fn!r}")
     if not isinstance(nprocs, int) or nprocs < 1:

@@ -36,19 +36,28 @@ def parallel_model_trace(
 ) -> TensorParallelModel:
     """Trace the model that ``func()`` returns, on ``tp_degree`` processes of this machine.
 
-    ``func``, which may be a closure, is called in each process, after ``tpcore.init``. It returns the model with
-    loaded weights, or ``(model, aliases)``. ``aliases`` maps parameters and buffers to positions of outputs: such an
-    output is not returned, but becomes the value of the parameter or buffer for the next call, as of a key-value cache.
-    Options of a compiler: ``tpcore.current().backend.compile_with`` in ``func``.
+    A model that is padded must ignore padding. Options of a compiler: ``tpcore.current().backend.compile_with`` in
+    ``func``. An error of a process is raised here, with its traceback.
 
-    ``inputs``: a tensor, a tuple or list of arguments, or a dict of keyword arguments. Numbers and strings among them
-    are fixed in the program. Other shapes: ``dynamic_shapes`` has, as in ``torch.export``, for each argument a dict
-    from dimension to ``torch.export.Dim`` or to a name; or ``bucket_inputs`` are examples of other sizes: a call is
-    padded with ``pad_value`` (one value, or one per argument) to the smallest bucket that it fits, and the outputs are
-    cut back. The model must then ignore padding. ``backend``: as in ``tpcore.init``.
+    Args:
+        func: called in each process, after ``tpcore.init``; it may be a closure. It returns the model with loaded
+            weights, or ``(model, aliases)``, which maps parameters and buffers to positions of outputs: such an output
+            is not returned, but becomes the value of the parameter or buffer for the next call, as of a key-value
+            cache.
+        inputs: a tensor, a tuple or list of arguments, or a dict of keyword arguments. Numbers and strings among them
+            are fixed in the program.
+        tp_degree: how many processes.
+        backend: as in ``tpcore.init``.
+        dynamic_shapes: other sizes, as in ``torch.export``: for each argument a dict from dimension to
+            ``torch.export.Dim`` or to a name.
+        bucket_inputs: other sizes, by examples: a call is padded to the smallest bucket that it fits, and the outputs
+            are cut back.
+        pad_value: what a call is padded with, one value, or one per argument.
 
-    An error of a process is raised here, with its traceback. ValueError if the machine cannot hold that
-    many ranks, BackendError if the ranks would need different programs or the program computes wrong outputs."""
+    Raises:
+        ValueError: the machine cannot hold that many ranks.
+        BackendError: the ranks would need different programs, or the program computes wrong outputs.
+    """
     if dynamic_shapes is not None and bucket_inputs is not None:
         raise ValueError("dynamic_shapes and bucket_inputs are alternatives: give one")
     name = choose_backend(backend)

@@ -80,36 +80,44 @@ def parallelize(
     quantize: torch.dtype | None = None,
     ctx: ParallelContext | None = None,
 ) -> Model:
-    """Cut a transformers model over the tp group, in place, by its own plan; returns the model.
+    """Shard a transformers model over the tp group, in place, by its own plan; returns the model.
 
-    Names of parameters and modules stay, tied tensors stay tied, and each Parameter stays the same object,
-    so that an optimizer made before keeps working. ``model.config`` is not changed.
+    Names of parameters and modules stay, tied tensors stay tied, and each Parameter stays the same object, so that an
+    optimizer made before keeps working. ``model.config`` is not changed. Collective: every rank of the tp group calls
+    it with the same model and arguments.
 
-    ``plan``: rules that override the model's own. A rule is a style for a name of ``model.named_modules()``,
-    with ``*`` for any number of a layer or an ``expert_1``; ``"replicate"`` leaves a module whole. Instead of a style
-    it may be the blocks (``tpcore.Block``) in which a linear layer's output features are cut.
-    ``sequence_parallel``: between attention and MLP each rank keeps some of the tokens, in every forward
-    whose number of tokens tp divides. ``expert_parallel``: each tp rank has whole experts of every layer that has
-    some, instead of features of all. At ``ep`` above 1 the experts are divided among the ep ranks besides.
-    ``dispatch``: how tokens come to the experts of other ep ranks: "gathered" all, "all_to_all" those that chose one
-    there, or "auto", what sends fewer bytes. ``capacity_factor``: an expert, and a rank of an all-to-all, takes the
-    first choices up to so many times its even share; others are dropped, and ``tpcore_hf.ExpertLoad`` counts them.
-    None: no choice is dropped, and all-to-all sends as much as gathering does.
-    ``context_parallel``: how attention sees the tokens of the other cp ranks, "gather" (the default), "ulysses" or
-    "ring" (``tpcore.layers.ContextParallelAttention``), or "auto": for each length the one that sends the fewest bytes
-    of those that keep no more for backward than the rest of a layer; rank 0 says why. Every rank of cp passes the same
-    whole sequences, the model takes its tokens of them, and the loss is that of the whole batch.
-    ``num_microbatches``: required at ``pp`` above 1: the model's layers become ``tpcore.PipelinedLayers``, each stage
-    keeps its own, and stages and tp together cut the vocabulary. The optimizer has to be made afterwards.
-    ``lazy_from``: a directory of safetensors or ``.bin`` files from which each rank reads its part; default: the
-    directory of ``from_pretrained`` in ``tpcore.lazy()``. ``ctx``: default: the current context.
-    ``quantize``: ``torch.int8`` or ``torch.float8_e4m3fn``, to which the weights of linear layers, heads excepted, are
-    quantized and frozen: new Parameters ``weight`` and ``weight_scale``, of each output channel, the same at every
-    degree.
+    Args:
+        model: of transformers, or one that peft has given adapters.
+        plan: rules that override the model's own. A rule is a style for a name of ``model.named_modules()``, with ``*``
+            for any number of a layer or an ``expert_1``; ``"replicate"`` leaves a module whole. Instead of a style it
+            may be the blocks (``tpcore.Block``) in which a linear layer's output features are sharded.
+        sequence_parallel: between attention and MLP each rank keeps some of the tokens, in every forward whose number
+            of tokens tp divides.
+        expert_parallel: each tp rank has whole experts of every layer that has some, instead of features of all. At
+            ``ep`` above 1 the experts are divided among the ep ranks besides.
+        dispatch: how tokens come to the experts of other ep ranks: "gathered" all, "all_to_all" those that chose one
+            there, or "auto", what sends fewer bytes.
+        capacity_factor: an expert, and a rank of an all-to-all, takes the first choices up to so many times its even
+            share; others are dropped, and ``tpcore_hf.ExpertLoad`` counts them. None: no choice is dropped, and
+            all-to-all sends as much as gathering does.
+        context_parallel: how attention sees the tokens of the other cp ranks, "gather" (the default), "ulysses" or
+            "ring" (``tpcore.layers.ContextParallelAttention``), or "auto": for each length the one that sends the
+            fewest bytes of those that keep no more for backward than the rest of a layer; rank 0 says why. Every rank
+            of cp passes the same whole sequences, the model takes its tokens of them, and the loss is that of the whole
+            batch.
+        num_microbatches: required at ``pp`` above 1: the model's layers become ``tpcore.PipelinedLayers``, each stage
+            keeps its own, and stages and tp together shard the vocabulary. The optimizer has to be made afterwards.
+        lazy_from: a directory of safetensors or ``.bin`` files from which each rank reads its part; default: the
+            directory of ``from_pretrained`` in ``tpcore.lazy()``.
+        quantize: ``torch.int8`` or ``torch.float8_e4m3fn``, to which the weights of linear layers, heads excepted, are
+            quantized and frozen: new Parameters ``weight`` and ``weight_scale``, of each output channel, the same at
+            every degree.
+        ctx: default: the current context.
 
-    Raises ValueError before any change: for a model without a plan, a rule that matches nothing, a style that is not
-    supported, and sizes that tp does not divide (one error for all, with the degrees that fit). Collective: every rank
-    of the tp group calls it with the same model and arguments.
+    Raises:
+        ValueError: before any change: for a model without a plan, a rule that matches nothing, a style that is not
+            supported, and sizes that tp does not divide (one error for all, with the degrees that fit).
+        TypeError: for what is no model of transformers.
     """
     context, staged = ctx or current(), num_microbatches is not None
     adapters: AbstractContextManager[Any] = nullcontext(model)

@@ -46,18 +46,24 @@ _TOKENS = 2048
 class Trainer(transformers.Trainer):
     """``transformers.Trainer`` for a model that ``tpcore.parallelize`` has cut over tp and pipeline stages.
 
-    Call ``tpcore.init`` and ``tpcore.parallelize`` first; arguments are those of transformers' class and of
-    its ``TrainingArguments``. Losses, metrics and logs are those of the whole model in one process;
-    ``per_device_train_batch_size`` counts for each data-parallel rank. Checkpoints hold the whole model, as
+    Call ``tpcore.init`` and ``tpcore.parallelize`` first. Losses, metrics and logs are those of the whole model in one
+    process; ``per_device_train_batch_size`` counts for each data-parallel rank. Checkpoints hold the whole model, as
     ``from_pretrained`` opens it, and the optimizer's state, which any other mesh may resume.
 
-    ``zero1``: the optimizer that the arguments name becomes a ``tpcore.Zero1`` over it; options of
-    ``tpcore.Zero1`` may be given as a dict. ``mesh``: "auto", or a dict of options of ``tpcore.plan`` (``machine``,
-    ``seq_len``, ``memory``): the mesh that is predicted to be the fastest, after ``tpcore.init()`` without degrees, for
-    a model that is whole. It decides about microbatches, recomputation, and Zero1 where ``zero1`` does not.
+    Args:
+        model: sharded, or with ``mesh`` whole.
+        args: ``TrainingArguments`` of transformers.
+        more: other arguments of transformers' class, by position.
+        zero1: the optimizer that the arguments name becomes a ``tpcore.Zero1`` over it; options of ``tpcore.Zero1`` may
+            be given as a dict.
+        mesh: "auto", or a dict of options of ``tpcore.plan`` (``machine``, ``seq_len``, ``memory``): the mesh that is
+            predicted to be the fastest, after ``tpcore.init()`` without degrees. It decides about microbatches,
+            recomputation, and Zero1 where ``zero1`` does not.
+        kwargs: other arguments of transformers' class, by name.
 
-    ValueError for a model that is whole on ranks of one tp group, and for arguments that another kind of parallelism
-    would need.
+    Raises:
+        ValueError: for a model that is whole on ranks of one tp group, and for arguments that another kind of
+            parallelism would need.
     """
 
     model: Any

@@ -144,24 +144,16 @@ def _traffic(axes: Any, program: Program) -> None:
         axes.text(0.5, 0.5, "no collectives", transform=axes.transAxes, ha="center")
 
 
-def save_pictures(
-    rows: Sequence[Mapping[str, Any]],
-    path: Path,
-    *,
-    title: str,
-    limit: float,
-    curves: Mapping[str, Mapping[int, float]],
-) -> None:
+def save_pictures(rows: Sequence[Mapping[str, Any]], path: Path, *, title: str, limit: float) -> None:
     """Draw the first ten ``rows``, the best first: each with ``mesh``, a label; ``memory``, bytes a device by kind;
-    and ``seconds`` of a step by part. ``limit``: bytes that a device has. ``curves``: tokens a second by number
-    of devices, by label. The suffix of ``path`` chooses the format. Needs matplotlib."""
+    and ``seconds`` of a step by part. ``limit``: bytes that a device has. The suffix of ``path`` chooses the format.
+    Needs matplotlib."""
     from matplotlib.figure import Figure
 
     best = rows[:_BEST]
-    cells: list[Any] = [["memory", "seconds"], ["scaling", "scaling"]]
-    heights = [1.6 + 0.32 * len(best), 3.6]
-    figure = Figure(figsize=(12, 1 + sum(heights)), layout="constrained")
-    places = figure.subplot_mosaic(cells, height_ratios=heights)
+    figure = Figure(figsize=(12, 2.6 + 0.32 * len(best)), layout="constrained")
+    cells: list[Any] = [["memory", "seconds"]]
+    places = figure.subplot_mosaic(cells)
     figure.suptitle(title)
     for field, text in (("memory", "memory a device"), ("seconds", "seconds of a step, predicted")):
         kinds = dict.fromkeys(kind for row in best for kind in row[field])  # one may be missing in some rows
@@ -170,7 +162,6 @@ def save_pictures(
     places["memory"].xaxis.set_major_formatter(_as_size)
     places["memory"].axvline(limit, color="#c62828", linestyle="--", linewidth=1)
     places["seconds"].tick_params(labelleft=False)
-    _scaling(places["scaling"], curves)
     figure.savefig(path, dpi=130)
 
 
@@ -186,19 +177,6 @@ def _stacked(axes: Any, rows: Sequence[str], parts: Mapping[str, Sequence[float]
     axes.margins(x=0.02)
     axes.set_title(title, fontsize=10)
     axes.legend(frameon=False, fontsize=8, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.1))
-
-
-def _scaling(axes: Any, curves: Mapping[str, Mapping[int, float]]) -> None:
-    """Log-log, with the line that the first point of each curve would follow without loss."""
-    for colour, (label, points) in zip(cycle(_COLOURS), curves.items(), strict=False):
-        counts = sorted(points)
-        axes.plot(counts, [points[n] for n in counts], marker="o", markersize=3, color=colour, label=label)
-        ideal = [points[counts[0]] * n / counts[0] for n in counts]
-        axes.plot(counts, ideal, color=colour, linestyle=":", linewidth=0.8)
-    axes.set(xscale="log", yscale="log", xlabel="devices", ylabel="tokens a second, predicted")
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    axes.set_title("scaling; dotted: without loss", fontsize=10)
-    axes.legend(frameon=False, fontsize=8)
 
 
 def _as_size(value: float, _: int) -> str:

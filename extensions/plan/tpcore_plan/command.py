@@ -31,7 +31,7 @@ def plan_mesh(
     dtype: str = typer.Option("bfloat16", help="Of parameters and activations."),
     capacity_factor: float | None = typer.Option(None, min=0, help="Of experts: how much of an even share each takes."),
     as_json: bool = typer.Option(False, "--json", help="Print everything as JSON, for programs."),
-    plot: Path | None = typer.Option(None, help="Draw memory, time and scaling to this file: out.png, out.svg."),
+    plot: Path | None = typer.Option(None, help="Draw memory and time to this file: out.png, out.svg."),
 ) -> None:
     """Predict the time and memory of a training step on every mesh, and print the fastest that fit.
 
@@ -43,12 +43,12 @@ def plan_mesh(
         sizes: dict[str, Any] = {"hosts": hosts, "devices": devices, "per_host": per_host, "machine": machine}
         sizes |= {"batch": batch, "seq_len": seq_len, "dtype": dtype_of(dtype), "capacity_factor": capacity_factor}
         sizes["memory"] = None if memory is None else float(bytes_of("--memory", memory, unit=True))
-        plans = plan(target, **sizes, scaling=plot is not None)
+        plans = plan(target, **sizes)
         title = f"{plans.model} on {plans.limits.devices} devices of {plans.machine.name}"
         if plot is not None and plans.rows:
             rows = [{"mesh": str(row.choice), "memory": row.memory, "seconds": row.seconds} for row in plans.rows]
             with extra("plot", "--plot"):
-                save_pictures(rows, plot, title=title, limit=plans.limits.memory, curves={plans.model: plans.curve})
+                save_pictures(rows, plot, title=title, limit=plans.limits.memory)
     except (ValueError, ImportError) as e:
         echo(f"tpcore plan: {e}", err=True)
         raise typer.Exit(2) from e

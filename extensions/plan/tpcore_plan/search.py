@@ -41,14 +41,13 @@ class Limits:
 @dataclass(frozen=True)
 class MeshPlan:
     """``rows``: predictions of what fits, the fastest first. ``refused``: why others do not fit, with how many of them
-    there are. ``curve``: tokens a second by number of devices, with as many examples for each."""
+    there are."""
 
     machine: Machine
     limits: Limits
     model: str
     rows: tuple[Prediction, ...]
     refused: Mapping[str, int]
-    curve: Mapping[int, float]
     cache: float | None = None
     """Bytes of a token's keys and values on a device, when the best plan's tp serves the model."""
 
@@ -69,7 +68,6 @@ class MeshPlan:
             "plans": [row.to_json() for row in self.rows],
             "cache_bytes_per_token": self.cache,
             "refused": dict(self.refused),
-            "scaling": dict(self.curve),
         }
 
 
@@ -85,7 +83,6 @@ def plan(
     seq_len: int = 2048,
     dtype: torch.dtype = torch.bfloat16,
     capacity_factor: float | None = None,
-    scaling: bool = False,
 ) -> MeshPlan:
     """Predict the time and the peak memory of a training step on every mesh of ``devices`` devices (default: all of
     ``hosts`` hosts), and sort what fits.
@@ -94,7 +91,7 @@ def plan(
     (``tpcore plan --help`` lists them), a file of ``Machine.write``, or a ``Machine``. ``per_host`` and ``memory``,
     bytes of a device: other than the machine's. ``batch``: examples of ``seq_len`` tokens in a step, of all devices
     together. ``dtype``: of parameters and activations; below float32 Zero1 has master weights in float32.
-    ``capacity_factor``: of experts. ``scaling``: predict 8 to 4,096 devices too, with as many examples for each.
+    ``capacity_factor``: of experts.
 
     A step is forward and backward of microbatches, reduction, clipping and AdamW. Layers that are alike are recorded
     once. Raises ValueError for sizes that cannot be, and where no step can be recorded.
@@ -115,9 +112,8 @@ def plan(
     except ValueError as e:  # a model that refuses more says why in the search
         model.takes_sequence = "sequence_parallel" not in str(e)
     rows, refused = _search(model, hardware, limits)
-    curve = _curve(model, hardware, limits) if scaling and rows else {}
     cache = model.cache(rows[0].choice.ways.tp) if rows else None
-    return MeshPlan(hardware, limits, model.name, tuple(rows), refused, curve, cache)
+    return MeshPlan(hardware, limits, model.name, tuple(rows), refused, cache)
 
 
 def _search(model: Reduced, machine: Machine, limits: Limits) -> tuple[list[Prediction], dict[str, int]]:
@@ -200,15 +196,3 @@ def _loops(ways: Ways, pp: int, dp: int, limits: Limits) -> Iterator[Choice]:
 
 def _divisors(most: int, of: int) -> list[int]:
     return [n for n in range(1, most + 1) if of % n == 0]
-
-
-def _curve(model: Reduced, machine: Machine, limits: Limits) -> dict[int, float]:
-    """Weak scaling: as many examples for each device."""
-    throughput = {}
-    for devices in (2**k for k in range(3, 13)):
-        if batch := limits.batch * devices // limits.devices:
-            cluster = replace(machine, hosts=-(-devices // machine.per_host))
-            rows, _ = _search(model, cluster, replace(limits, devices=devices, batch=batch))
-            if rows:
-                throughput[devices] = rows[0].tokens_per_second
-    return throughput

@@ -211,7 +211,7 @@ def test_collectives_take_a_ring_of_the_right_link(tmp_path: Path) -> None:
 
 def test_every_plan_fits_and_the_fastest_is_first(tmp_path: Path) -> None:
     small = find("h100x8")
-    found = plan(folder(tmp_path), machine=small, devices=8, batch=16, seq_len=SEQ, memory=2e6, scaling=True)
+    found = plan(folder(tmp_path), machine=small, devices=8, batch=16, seq_len=SEQ, memory=2e6)
     assert found.rows
     for row in found.rows:
         assert row.choice.mesh.size == 8
@@ -227,7 +227,6 @@ def test_every_plan_fits_and_the_fastest_is_first(tmp_path: Path) -> None:
     axes = [dict(row.choice.mesh.axes) for row in found.rows]
     assert {"pp": 4, "dp": 1, "ep": 1, "cp": 1, "tp": 2} in axes
     assert any("does not divide 4 layers" in why for why in found.refused)
-    assert list(found.curve) == [8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096]
     none = plan(folder(tmp_path), machine=small, devices=8, batch=16, seq_len=SEQ, memory=1e4)
     assert not none.rows
     with pytest.raises(ValueError, match=r"fits no mesh of 8 devices: more memory than a device has"):

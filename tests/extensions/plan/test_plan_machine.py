@@ -113,9 +113,9 @@ ROWS = [
 def test_plans_are_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     rows = [*ROWS[:3], {**ROWS[3], "seconds": {"compute": 0.1, "collectives": 0.2}}, *ROWS[4:]]
-    save_pictures(rows, tmp_path / "plan.svg", title="a title", limit=16e9, curves={"Llama 3 8B": {8: 1e5, 64: 7e5}})
+    save_pictures(rows, tmp_path / "plan.svg", title="a title", limit=16e9)
     drawn = (tmp_path / "plan.svg").read_text()
-    labels = ("a title", "dp=10 tp=2", "parameters", "activations", "collectives", "Llama 3 8B")
+    labels = ("a title", "dp=10 tp=2", "parameters", "activations", "collectives")
     assert all(f"<!-- {label} -->" in drawn for label in labels)
     assert "<!-- dp=11 tp=2 -->" not in drawn  # the best ten
 

@@ -43,9 +43,10 @@ class TestShared(Conformance):
 
     @staticmethod
     def quick(test: str, params: Mapping[str, Any]) -> bool:
-        """All on two ranks but the jobs with lost ranks; values on four."""
+        """All on two ranks but the jobs with lost ranks; values of some dtypes on four."""
         two = all(mesh.size == 2 for mesh in params.values() if isinstance(mesh, Mesh))
-        return test == "test_values" or (two and test != "test_lost_ranks")
+        some = test == "test_values" and params["dtype"] in (torch.float64, torch.bfloat16, torch.int64, torch.bool)
+        return some or (two and test != "test_lost_ranks")
 
     def backend_class(self) -> type[Backend]:
         return backend_class(self.tested) if isinstance(self.tested, str) else self.tested
@@ -86,12 +87,17 @@ class Sampled(TestShared):
         return four and test != "test_values"
 
 
+def on_some_ranks(params: Mapping[str, Any]) -> bool:
+    """Any dtype on two ranks, and one on four: order and dtypes together are TestShared's."""
+    return params["dtype"] is torch.float64 or all(m.size == 2 for m in params.values() if isinstance(m, Mesh))
+
+
 class TestGloo(Sampled):
     env: ClassVar[Mapping[str, str]] = {"TPCORE_SHM": "0"}
 
     @staticmethod
     def quick(test: str, params: Mapping[str, Any]) -> bool:
-        return test in ("test_values", "test_groups", "test_overlap")
+        return test in ("test_groups", "test_overlap") or (test == "test_values" and on_some_ranks(params))
 
     @classmethod
     def drill(cls, test: str, params: Mapping[str, Any]) -> bool:
@@ -106,7 +112,7 @@ class TestPieces(Sampled):
 
     @staticmethod
     def quick(test: str, params: Mapping[str, Any]) -> bool:
-        return test in ("test_values", "test_large")
+        return test == "test_large" or (test == "test_values" and on_some_ranks(params))
 
     def test_freed(self) -> None:  # type: ignore[override]
         pytest.skip("256 KB in pieces of 256 bytes, a thousand times, take minutes")

@@ -70,11 +70,18 @@ def test_a_class_name_means_one_thing() -> None:
     found = defaultdict(list)
     for module, tree in TREES.items():
         for node in tree.body:
+            names = [node.name] if isinstance(node, ast.ClassDef) else []
+            if isinstance(node, ast.Assign):  # aliases, type variables
+                names = [target.id for target in node.targets if isinstance(target, ast.Name) and _is_class(target.id)]
             # NxD's names are its own: a subclass there has the name of the layer that it dresses
-            if isinstance(node, ast.ClassDef) and not module.startswith("tpcore_nxd"):
-                found[node.name].append(module)
+            for name in names if not module.startswith("tpcore_nxd") else ():
+                found[name].append(module)
     twice = {name: modules for name, modules in found.items() if len(modules) > 1}
     assert not twice
+
+
+def _is_class(name: str) -> bool:
+    return name[0].isupper() and any(map(str.islower, name))
 
 
 def test_no_file_is_too_long() -> None:

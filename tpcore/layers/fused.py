@@ -15,7 +15,7 @@ from ..comm.comm import Comm
 from ..comm.observer import plain
 from . import quantized
 
-Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+Affine = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 Forward = Callable[[Tensor, Tensor, Tensor | None, "CommSpec"], Tensor]
 CommSpec = tuple[Comm, int | None, torch.dtype | None]
 """The Comm, the sequence dim (None without sequence parallelism), and the least precision to sum in."""
@@ -65,11 +65,11 @@ def _narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype is dtype else x.to(dtype)
 
 
-def _mapped_column(x: Tensor, weight: Tensor, bias: Tensor | None, spec: CommSpec, linear: Linear = F.linear) -> Tensor:
+def _mapped_column(x: Tensor, weight: Tensor, bias: Tensor | None, spec: CommSpec, linear: Affine = F.linear) -> Tensor:
     return linear(enter(x, spec), weight, bias)
 
 
-def _mapped_row(x: Tensor, weight: Tensor, bias: Tensor | None, spec: CommSpec, linear: Linear = F.linear) -> Tensor:
+def _mapped_row(x: Tensor, weight: Tensor, bias: Tensor | None, spec: CommSpec, linear: Affine = F.linear) -> Tensor:
     comm, seq, dtype = spec
     y = leave(linear(x, weight, None), spec)
     if bias is None:

@@ -192,22 +192,17 @@ class RowParallelLinear(ParallelLinear):
 
     Input: this rank's features if ``input_is_parallel``, else ``[..., in_features]``, which is sharded here. Output
     ``[..., out_features]``, the same on every rank (with sequence parallelism this rank's chunk of the tokens). The
-    bias is replicated and added once, after the sum.
+    bias is replicated and added once, after the sum. Arguments that are not listed are ``ColumnParallelLinear``'s.
 
     Args:
         in_features: features of all ranks together.
         out_features: size of the output's last dim.
         bias: whether to add a bias.
         input_is_parallel: the input is this rank's features.
-        dtype: of the parameters. None is torch's default.
-        device: where to allocate; "meta" allocates nothing.
         blocks: as in ``ColumnParallelLinear``, of the input features; none is replicated.
-        init_method: fills the unsharded weight in place.
         sequence_dim: the dim of the output along which the tokens are spread over the ranks.
-        skip_bias_add: return ``(y, bias)`` without adding the bias.
         pad: allow an ``in_features`` that tp does not divide.
         reduce_dtype: lowest precision for sums of outputs.
-        group: the ranks of the layer: a Comm, a process group, or None for the tp axis.
     """
 
     region: TokenRegion | None = None

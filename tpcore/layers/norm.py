@@ -14,7 +14,7 @@ from ..layout.shard import ShardSpec
 from .adopt import checked_plain, filled
 from .module import ParallelModule
 
-Layer = TypeVar("Layer", bound="LayerNorm")
+Norm = TypeVar("Norm", bound="LayerNorm")
 RMS = TypeVar("RMS", bound="RMSNorm")
 
 
@@ -64,7 +64,7 @@ class LayerNorm(_Norm):
                 self.register_parameter(name, None)
 
     @classmethod
-    def from_plain(cls: type[Layer], plain: nn.Module, **options: Any) -> Layer:
+    def from_plain(cls: type[Norm], plain: nn.Module, **options: Any) -> Norm:
         """The same norm as an ``nn.LayerNorm``. Works like ``ColumnParallelLinear.from_plain``."""
         norm = checked_plain(plain, nn.LayerNorm, cls)
         affine, bias = norm.weight is not None, norm.bias is not None

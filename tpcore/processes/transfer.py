@@ -18,7 +18,7 @@ from torch import Tensor
 from ..errors import CollectiveTimeoutError, PeerLostError, described
 from . import program
 
-Place = tuple[int, torch.dtype, tuple[int, ...]]
+MemoryPlace = tuple[int, torch.dtype, tuple[int, ...]]
 """A tensor in a buffer: offset in bytes, dtype, shape."""
 _ALIGNED = 64
 _INCOMPLETE, _COMPLETE = b"\0", b"\1"
@@ -116,9 +116,9 @@ class SharedBuffer:
         self.fd = nameless_file() if fd is None else fd
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
-    def put(self, tensors: Sequence[Tensor]) -> tuple[Place, ...]:
+    def put(self, tensors: Sequence[Tensor]) -> tuple[MemoryPlace, ...]:
         """Copy tensors to the memory, which grows if necessary, from offset 0. Returns their places."""
-        places, end = list[Place](), 0
+        places, end = list[MemoryPlace](), 0
         for t in tensors:
             places.append((end, t.dtype, tuple(t.shape)))
             end += -(-t.nbytes // _ALIGNED) * _ALIGNED
@@ -128,7 +128,7 @@ class SharedBuffer:
             view.copy_(t.detach() if t.requires_grad else t)  # else the memory keeps the autograd graph alive
         return tuple(places)
 
-    def get(self, places: Sequence[Place]) -> list[Tensor]:
+    def get(self, places: Sequence[MemoryPlace]) -> list[Tensor]:
         """Tensors that are views of the memory at ``places``."""
         return [self._view(*place) for place in places]
 

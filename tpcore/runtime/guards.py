@@ -18,7 +18,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from ..backend.extensions import manager
 from .context import current, is_initialized
 
-Function = Callable[..., Any]
+PlainFunction = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Guard:
     owner: Any
     """The module or class that has it, and looks it up in each call."""
     name: str
-    replacement: Callable[[Function], Function]
+    replacement: Callable[[PlainFunction], PlainFunction]
     """Makes of the function one that is right for parts, or refuses them."""
     why: str
 
@@ -55,10 +55,10 @@ def whole_tensors_only() -> AbstractContextManager[None]:
     return installed([*_own(), *(guard for added in manager().hook.tpcore_guards() for guard in added or ())])
 
 
-def refusing(check: Callable[..., None]) -> Callable[[Function], Function]:
+def refusing(check: Callable[..., None]) -> Callable[[PlainFunction], PlainFunction]:
     """The replacement that calls ``check``, which may raise, with the arguments of each call before it is made."""
 
-    def replacement(function: Function) -> Function:
+    def replacement(function: PlainFunction) -> PlainFunction:
         def guard(*args: Any, **kwargs: Any) -> Any:
             check(*args, **kwargs)
             return function(*args, **kwargs)
@@ -90,7 +90,7 @@ def refuse_in_file(t: object) -> None:
         raise ValueError(IN_FILE.format(tuple(mark.local_shape), tuple(mark.layout.shape)))
 
 
-def _norm(function: Function) -> Function:
+def _norm(function: PlainFunction) -> PlainFunction:
     """A guard of a function of parameters or of gradients, which have no marks of their own."""
 
     def guard(tensors: Any, *args: Any, **kwargs: Any) -> Any:
@@ -119,7 +119,7 @@ def _check_module(what: str, *args: Any, **kwargs: Any) -> None:
         )
 
 
-def _initial(function: Function) -> Function:
+def _initial(function: PlainFunction) -> PlainFunction:
     """A function of ``torch.nn.init`` that gives a part the values of the whole, as one process draws them."""
 
     def guard(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -132,7 +132,7 @@ def _initial(function: Function) -> Function:
     return guard
 
 
-def _hooked(function: Function) -> Function:
+def _hooked(function: PlainFunction) -> PlainFunction:
     """``Tensor.register_hook``: a hook of a part gets the gradient of the whole, for it may know rows by number."""
 
     def guard(tensor: Tensor, hook: Callable[[Tensor], Any]) -> Any:

@@ -12,16 +12,15 @@ import torch
 from torch import Tensor
 
 from ..backend.registry import backend_class
+from ..checkpoint.read.source import StrPath
 from ..checkpoint.storage.files import MANIFEST, make_dirs, naming, sync_dir, write_file
 from ..checkpoint.storage.publish import OwnedDirectory, Staging, link, resolve
 from ..errors import BackendError, CheckpointError
 from ..processes.launch import launch
 from ..runtime.init import choose_backend
 from .artifact import FORMAT, PROGRAMS, opened
-from .make.tracing import Call, Order, assembled, trace_rank
+from .make.tracing import CallArguments, Order, assembled, trace_rank
 from .serve.model import TensorParallelModel
-
-StrPath = str | os.PathLike[str]
 
 
 def parallel_model_trace(
@@ -131,7 +130,7 @@ def _check_degree(tp: Any, backend: str) -> None:
         raise ValueError(f"tp_degree={tp}: this machine can hold {most} ranks of backend {backend!r}")
 
 
-def call_of(inputs: Any) -> Call:
+def call_of(inputs: Any) -> CallArguments:
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     if isinstance(inputs, Tensor | tuple | list):
@@ -139,5 +138,5 @@ def call_of(inputs: Any) -> Call:
     raise TypeError(f"inputs must be a tensor, a tuple, a list or a dict, not a {type(inputs).__name__}")
 
 
-def elements_of(call: Call) -> int:
+def elements_of(call: CallArguments) -> int:
     return sum(t.numel() for t in (*call[0], *call[1].values()) if isinstance(t, Tensor))

@@ -19,7 +19,7 @@ from ..checkpoint.storage.tensorfile import TensorFile, dtype_name, dtype_of, wr
 from ..checkpoint.write.snapshot import StateTensor
 from ..errors import CheckpointError
 from ..layout.shard import ShardSpec
-from .inputs import Form, Inputs, Shape
+from .inputs import DynamicShape, Inputs, Structure
 
 FORMAT = "tpcore.trace"
 VERSION = 1
@@ -47,8 +47,8 @@ class OutputSpec(NamedTuple):
     """``shapes``: sizes and names of dims, with the inputs' names for dims that a bucket pads. ``state``: the
     program returns further outputs after those of ``form``, which become these weights for the next call."""
 
-    form: Form
-    shapes: tuple[Shape, ...]
+    form: Structure
+    shapes: tuple[DynamicShape, ...]
     state: tuple[str, ...] = ()
 
 

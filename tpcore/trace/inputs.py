@@ -20,8 +20,8 @@ from torch import Tensor
 from ..backend.interface import DynamicDim
 from ..checkpoint.storage.tensorfile import dtype_name, dtype_of
 
-Form = dict[str, Any]
-Shape = tuple[int | str, ...]
+Structure = dict[str, Any]
+DynamicShape = tuple[int | str, ...]
 """Sizes of fixed dims and names of dynamic dims."""
 _OPEN = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 _NAMED = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
@@ -45,13 +45,13 @@ class ModelOutput(OrderedDict[str, Any]):
 _KINDS: dict[str, Callable[[Iterable[Any]], Any]] = {"tuple": tuple, "list": list, "dict": dict, "output": ModelOutput}
 
 
-def take_apart(value: Any, where: str) -> tuple[list[Tensor], Form]:
+def take_apart(value: Any, where: str) -> tuple[list[Tensor], Structure]:
     """The tensors of ``value`` in order, and its form. TypeError for unsupported types."""
     leaves: list[Tensor] = []
     return leaves, _form(value, where, leaves)
 
 
-def _form(value: Any, where: str, leaves: list[Tensor]) -> Form:
+def _form(value: Any, where: str, leaves: list[Tensor]) -> Structure:
     if isinstance(value, Tensor):
         leaves.append(value)
         return {"tensor": len(leaves) - 1}
@@ -79,7 +79,7 @@ def _entries(value: Mapping[Any, Any], where: str, leaves: list[Tensor]) -> list
     return [[key, _form(v, f"{where}[{key!r}]", leaves)] for key, v in value.items()]
 
 
-def put_together(form: Form, leaves: Sequence[Any]) -> Any:
+def put_together(form: Structure, leaves: Sequence[Any]) -> Any:
     """The inverse of ``take_apart``."""
     ((kind, inner),) = form.items()
     if kind == "tensor":
@@ -91,7 +91,7 @@ def put_together(form: Form, leaves: Sequence[Any]) -> Any:
     return _KINDS[kind]((key, put_together(f, leaves)) for key, f in inner)
 
 
-def names_of(form: Form, where: str = "") -> list[str]:
+def names_of(form: Structure, where: str = "") -> list[str]:
     """A name for each tensor: ``input_ids``, ``states[0]``, ``batch['mask']``."""
     ((kind, inner),) = form.items()
     if kind == "tensor":
@@ -102,7 +102,7 @@ def names_of(form: Form, where: str = "") -> list[str]:
     return [name for key, f in parts for name in names_of(f, f"{where}[{key!r}]" if where else str(key))]
 
 
-def match(form: Form, value: Any, where: str) -> list[Tensor]:
+def match(form: Structure, value: Any, where: str) -> list[Tensor]:
     """The tensors of ``value``. TypeError or ValueError if it does not have the given form."""
     ((kind, inner),) = form.items()
     if kind == "tensor":
@@ -135,7 +135,7 @@ class Arguments:
     kind, and default as ``[value]``, or None if JSON cannot represent the default."""
 
     parameters: tuple[tuple[str, int, list[Any] | None], ...]
-    form: Form
+    form: Structure
 
     @classmethod
     def of(
@@ -206,7 +206,7 @@ class Inputs:
 
     arguments: Arguments
     dtypes: tuple[torch.dtype, ...]
-    shapes: tuple[Shape, ...]
+    shapes: tuple[DynamicShape, ...]
     dims: Mapping[str, DynamicDim]
     buckets: tuple[Mapping[str, int], ...] = ()
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from tpcore.c10d.supervision.status import Entry
+from tpcore.c10d.supervision.status import EnteredCall
 from tpcore.c10d.supervision.waiting import Waiting
 from tpcore.comm.signature import Call, Places, disagreement, word_of
 from tpcore.errors import CollectiveMismatchError
@@ -24,7 +24,7 @@ _AWAKE = 2e-3
 of a virtual machine takes 50 to 80 us to wake; where others want the core, one yield may take all of it."""
 _SLICE = 0.5  # seconds of sleep between two checks that the peer's process is alive
 _TEXTS = word_of("texts of calls that differ")
-Announced = tuple[int, int, Entry]
+Announced = tuple[int, int, EnteredCall]
 """A call: its hash, the hash of its place (0: unknown), and its entry in the recorder."""
 
 
@@ -127,7 +127,7 @@ class Exchange:
         for address in self.segment.posts:
             post_to(address)
 
-    def _mismatch(self, entry: Entry, place: bool) -> CollectiveMismatchError:
+    def _mismatch(self, entry: EnteredCall, place: bool) -> CollectiveMismatchError:
         """The error for calls that differ. All members find this and call it; they exchange their calls."""
         waiting = self.waiting
         self.segment.write(waiting.call(entry).pack())

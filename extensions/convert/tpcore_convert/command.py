@@ -29,7 +29,7 @@ Src = Annotated[str, typer.Argument(metavar="DIR", help="A checkpoint: a directo
 Out = Annotated[str, typer.Argument(metavar="OUT", help="What to write. Nothing there is overwritten.")]
 Key = Annotated[str, typer.Option("--model-key", help="The entry that holds the model's state.")]
 _CUT = "How tensors are cut where no record says so; STRIDE blocks if fused. Repeatable."
-Cut = Annotated[list[str] | None, typer.Option("--cut", metavar="PATTERN=DIM[:STRIDE]", help=_CUT)]
+Cuts = Annotated[list[str] | None, typer.Option("--cut", metavar="PATTERN=DIM[:STRIDE]", help=_CUT)]
 Trust = Annotated[bool, typer.Option("--trust/--no-trust", help="Whether to read pickles (.pt, .bin).")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
@@ -57,7 +57,7 @@ def consolidate(
     config: Annotated[str, typer.Option("--config", help="A config.json or its folder, whose names to write.")] = "",
     adapter: Annotated[str, typer.Option("--adapter", help="An adapter_config.json or its folder: peft's files.")] = "",
     model_key: Key = "model",
-    cut: Cut = None,
+    cut: Cuts = None,
     trust: Trust = True,
     as_json: Json = False,
 ) -> None:
@@ -86,7 +86,7 @@ def reshard(
     tp: Annotated[int, typer.Option("--tp", "--tp-size", min=1, help="The degree to write for.")],
     strict: Annotated[bool, typer.Option("--strict/--no-strict", help="Refuse what is bound to its degree.")] = True,
     model_key: Key = "model",
-    cut: Cut = None,
+    cut: Cuts = None,
     trust: Trust = True,
     as_json: Json = False,
 ) -> None:
@@ -111,7 +111,7 @@ def reshard(
 
 @checkpoint.command()
 def convert(
-    src: Src, out: Out, model_key: Key = "model", cut: Cut = None, trust: Trust = True, as_json: Json = False
+    src: Src, out: Out, model_key: Key = "model", cut: Cuts = None, trust: Trust = True, as_json: Json = False
 ) -> None:
     """Make safetensors of pickles: of an unsharded file a file, of another library's shards a checkpoint."""
     from .rewrite import convert as convert_checkpoint
@@ -123,7 +123,7 @@ def convert(
 
 
 @checkpoint.command("inspect")
-def inspect_(src: Src, model_key: Key = "model", cut: Cut = None, trust: Trust = True, as_json: Json = False) -> None:
+def inspect_(src: Src, model_key: Key = "model", cut: Cuts = None, trust: Trust = True, as_json: Json = False) -> None:
     """List the tensors: logical shape, dtype, how it is cut, and the shape on each rank."""
     from .inspect import inspect as inspect_checkpoint
 
@@ -146,7 +146,7 @@ def diff(
     a: Annotated[str, typer.Argument(metavar="A")],
     b: Annotated[str, typer.Argument(metavar="B")],
     model_key: Key = "model",
-    cut: Cut = None,
+    cut: Cuts = None,
     trust: Trust = True,
     as_json: Json = False,
 ) -> None:
@@ -169,7 +169,7 @@ def diff(
 
 
 @checkpoint.command()
-def verify(src: Src, model_key: Key = "model", cut: Cut = None, trust: Trust = True, as_json: Json = False) -> None:
+def verify(src: Src, model_key: Key = "model", cut: Cuts = None, trust: Trust = True, as_json: Json = False) -> None:
     """Compare all checksums and look for missing and surplus files. Exit status 1 if anything is wrong."""
     from .inspect import verify as verify_checkpoint
 

@@ -21,7 +21,7 @@ from .checked import difference_of
 from .modules import ShardedModel, sharded_model
 from .recording import Collective
 from .step import MakeOptimizer, Parameter, Program, StageCost, record
-from .target import AUTO, Factory, Inputs, build, function, rules_in, with_labels
+from .target import AUTO, Factory, ModelInputs, build, function, rules_in, with_labels
 
 __all__ = ["Collective", "Explanation", "Parameter", "Program", "ShardedModel", "StageCost", "explain"]
 
@@ -139,7 +139,7 @@ def explain(  # type: ignore[misc]  # the options above are these
 
         change = partial(by_plan, plan=rules_in(plan) if isinstance(plan, str) else plan, **options)
 
-    def build_model() -> tuple[nn.Module, Inputs]:
+    def build_model() -> tuple[nn.Module, ModelInputs]:
         model, inputs = build(target, batch_size, seq_len)
         if plan is not None:
             model, inputs = model.to(dtype=dtype), with_labels(model, inputs)

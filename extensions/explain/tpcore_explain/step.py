@@ -27,11 +27,11 @@ from tpcore.train.step import stepping_of
 
 from .checked import Checks
 from .recording import Collective, Recorder, RecordingBackend
-from .target import Inputs
+from .target import ModelInputs
 
-Build = Callable[[], tuple[nn.Module, Inputs]]
+Build = Callable[[], tuple[nn.Module, ModelInputs]]
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-Watch = Callable[[Recorder, nn.Module, Inputs], AbstractContextManager[None]]
+Watch = Callable[[Recorder, nn.Module, ModelInputs], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class _Counts(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _context_route(model: nn.Module, inputs: Inputs) -> Iterator[tuple[str, str]]:
+def _context_route(model: nn.Module, inputs: ModelInputs) -> Iterator[tuple[str, str]]:
     ids = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
     if isinstance(ids, Tensor) and "cp" in current().mesh.axes:
         from tpcore_hf.sequence.context_parallel import context_costs
@@ -171,7 +171,7 @@ def _update(
     return optimizer
 
 
-def _loss(model: nn.Module, inputs: Inputs, dtype: torch.dtype | None) -> Tensor:
+def _loss(model: nn.Module, inputs: ModelInputs, dtype: torch.dtype | None) -> Tensor:
     """The result of ``inputs`` if it is a function, else the model's own loss, else the sum of outputs."""
     if callable(inputs) and not isinstance(inputs, Tensor):
         scalar = inputs(model)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from tpcore.checkpoint.storage.files import read_file
 from tpcore_hf.private import set_experts
 
-Inputs = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any] | Callable[[nn.Module], Tensor]
+ModelInputs = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any] | Callable[[nn.Module], Tensor]
 """The input of forward: a tensor, positional or keyword arguments; or ``loss(model)``, which calls it."""
 Factory = Callable[..., Any]
 
@@ -62,7 +62,7 @@ def _from_file(path: Path) -> Any:
     return module
 
 
-def build(target: str | Factory, batch_size: int, seq_len: int) -> tuple[nn.Module, Inputs]:
+def build(target: str | Factory, batch_size: int, seq_len: int) -> tuple[nn.Module, ModelInputs]:
     """The model and its inputs, made under the current context and default device."""
     if isinstance(target, str) and target.endswith(".py"):
         raise ValueError(f"{target} is a file: name the function in it that makes the model, as {target}:make")
@@ -95,7 +95,7 @@ def _guess_inputs(model: nn.Module, batch_size: int, seq_len: int) -> Tensor:
     )
 
 
-def _hugging_face(target: str, batch_size: int, seq_len: int) -> tuple[nn.Module, Inputs]:
+def _hugging_face(target: str, batch_size: int, seq_len: int) -> tuple[nn.Module, ModelInputs]:
     try:
         transformers: Any = importlib.import_module("transformers")
     except ModuleNotFoundError as e:
@@ -146,7 +146,7 @@ def _read_config(transformers: Any, path: Path) -> Any:
     return transformers.AutoConfig.for_model(entries.pop("model_type"), **entries)
 
 
-def hugging_face_inputs(model: Any, batch_size: int, seq_len: int) -> Inputs:
+def hugging_face_inputs(model: Any, batch_size: int, seq_len: int) -> ModelInputs:
     kind, config = model.main_input_name, model.config
     if kind == "input_ids":
         names = (kind, "decoder_input_ids") if config.is_encoder_decoder else (kind,)
@@ -173,7 +173,7 @@ def rules_in(plan: str) -> dict[str, str]:
     return rules
 
 
-def with_labels(model: Any, inputs: Inputs) -> Inputs:
+def with_labels(model: Any, inputs: ModelInputs) -> ModelInputs:
     """``inputs`` with labels, where the model makes a loss of them: logits then need not be gathered."""
     ids = inputs.get("decoder_input_ids", inputs.get("input_ids")) if isinstance(inputs, Mapping) else None
     takes = "labels" in inspect.signature(model.forward).parameters

@@ -8,11 +8,11 @@ from typing import Any
 
 from tpcore import trace
 from tpcore.backend.interface import CompilerOptions
+from tpcore.checkpoint.read.source import StrPath
 from tpcore.log import inform
 from tpcore.runtime.context import current
 from tpcore.runtime.init import choose_backend
 from tpcore.trace import TensorParallelModel, generate, generate_each, parallel_model_save
-from tpcore.trace.api import StrPath
 
 from .parallel_layers.checkpointing import either
 

@@ -20,7 +20,7 @@ from tpcore.log import quiet
 from tpcore.train.zero import Zero1
 from tpcore_explain.recording import Recorder
 from tpcore_explain.step import MakeOptimizer, record
-from tpcore_explain.target import Factory, Inputs, build, hugging_face_inputs, with_labels
+from tpcore_explain.target import Factory, ModelInputs, build, hugging_face_inputs, with_labels
 from tpcore_hf.experts.layers import ShardedExperts
 from tpcore_hf.plan.heads import key_value_width
 from tpcore_hf.private import set_experts
@@ -116,7 +116,7 @@ class Reduced:
         self.routed = getattr(getattr(model, "config", None), "output_router_logits", False)
         return model
 
-    def made(self, batch: int, ways: Ways) -> tuple[nn.Module, Inputs]:
+    def made(self, batch: int, ways: Ways) -> tuple[nn.Module, ModelInputs]:
         """The reduced model, cut as ``ways`` say under the current context, and the inputs of ``batch`` examples."""
         from tpcore_hf import parallelize
 
@@ -205,7 +205,7 @@ class Reduced:
         hidden: list[int] = []
 
         @contextmanager
-        def watch(recorder: Recorder, model: nn.Module, inputs: Inputs) -> Iterator[None]:
+        def watch(recorder: Recorder, model: nn.Module, inputs: ModelInputs) -> Iterator[None]:
             meter.shares = _shares(model, ways)
             layer = model.get_submodule(self.order[0]) if self.order else model
             handle = layer.register_forward_hook(lambda _, __, out: hidden.append(nbytes_of(next(nested.tensors(out)))))

@@ -175,11 +175,11 @@ def _body(status: int, message: str) -> dict[str, Any]:
 
 
 # -- requests: each wrong value is one sentence, with the value and what there is ----------------------------------
-Rule = tuple[Callable[[Any], bool], str]
+OptionRule = tuple[Callable[[Any], bool], str]
 """Whether a value is one of the option, and what such values are."""
 
 
-def _number(noun: str, kinds: tuple[type, ...], low: float, high: float) -> Rule:
+def _number(noun: str, kinds: tuple[type, ...], low: float, high: float) -> OptionRule:
     def fits(value: Any) -> bool:
         return type(value) in kinds and bool(low <= value <= high)  # True is no number here
 
@@ -197,7 +197,7 @@ def _is_stop(value: Any) -> bool:
 _STOPS = 4
 _OF_THE_CALL = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters, "load_audio_from_video"}
 """No client brings a template of its own: it is a program, which need not end."""
-_RULES: dict[str, Rule] = {
+_RULES: dict[str, OptionRule] = {
     **dict.fromkeys(("max_tokens", "max_completion_tokens"), _whole(1, 2**31 - 1)),
     "temperature": _real(0, 2),
     "top_p": _real(0, 1),

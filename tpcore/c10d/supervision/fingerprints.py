@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from ...comm.signature import Call, Places, disagreement, place_of, word_of
 from ...errors import BackendError, CollectiveMismatchError
-from .status import Entry
+from .status import EnteredCall
 
 _FRAME = struct.Struct("<QQ")
 _TEXT_NEXT = b"\xff" * _FRAME.size  # a mark before a text; equals no frame
@@ -41,14 +41,14 @@ class FingerprintExchange:
     ) -> None:
         self._members, self._position, self._sockets = tuple(members), position, dict(sockets)
         self._lag, self._strict, self._places = lag, strict, Places()
-        self.sent: deque[tuple[bytes, Entry]] = deque()  # calls of this rank that have not been compared
+        self.sent: deque[tuple[bytes, EnteredCall]] = deque()  # calls of this rank that have not been compared
         self._buffers = {peer: bytearray() for peer in sockets}
         self._frames: dict[object, tuple[bytes, object]] = {}
         self._poll = select.poll()
         for s in sockets.values():
             self._poll.register(s, select.POLLIN)
 
-    def say(self, entry: Entry) -> None:
+    def say(self, entry: EnteredCall) -> None:
         """Send the fingerprint of ``entry``, the call that this rank is about to make."""
         frame = self._frame(entry)
         self.sent.append((frame, entry))
@@ -63,7 +63,7 @@ class FingerprintExchange:
             raise dist.DistNetworkError("a connection over which calls are compared was closed")
         return not late
 
-    def differing(self) -> tuple[Entry, bool] | None:
+    def differing(self) -> tuple[EnteredCall, bool] | None:
         """The first call that differs, of those not compared yet, and whether only its place differs."""
         size = _FRAME.size
         while self.sent and all(len(buffer) >= size for buffer in self._buffers.values()):
@@ -79,7 +79,9 @@ class FingerprintExchange:
                 return entry, True
         return None
 
-    def error(self, entry: Entry, place: bool, arrive: Callable[[Callable[[], bool]], None]) -> CollectiveMismatchError:
+    def error(
+        self, entry: EnteredCall, place: bool, arrive: Callable[[Callable[[], bool]], None]
+    ) -> CollectiveMismatchError:
         """The error about ``entry``. All members call this for the same call and exchange their texts."""
         call = Call.of(*entry[1:])
         self._send(_TEXT_NEXT + call.pack().ljust(_TEXT))
@@ -118,7 +120,7 @@ class FingerprintExchange:
         end = next(marks, len(buffer)) + size + _TEXT
         return end if end <= len(buffer) else None
 
-    def _frame(self, entry: Entry) -> bytes:
+    def _frame(self, entry: EnteredCall) -> bytes:
         _, _, op, shape, dtype, site = entry
         code, *rest = site if site is not None else (None,)
         key = op, shape, dtype, id(code), *rest  # the id: code is slow to hash, and lives as long as the entry

@@ -56,7 +56,7 @@ class Watched(Protocol):
     seq: int
 
 
-Entry = tuple[Watched, int, str, Sequence[int], torch.dtype, Caller | None]
+EnteredCall = tuple[Watched, int, str, Sequence[int], torch.dtype, Caller | None]
 """Group, seq, op, shape, dtype, site. A plain tuple, because each collective makes one."""
 
 
@@ -64,7 +64,7 @@ class FlightRecorder:
     """The rank writes it at every collective; the thread of ``PeerMonitor`` reads it."""
 
     def __init__(self) -> None:
-        self.entries: deque[Entry] = deque(maxlen=10)
+        self.entries: deque[EnteredCall] = deque(maxlen=10)
         self.waiting: Watched | None = None
         self.groups: list[Watched] = []
 
@@ -77,7 +77,7 @@ class FlightRecorder:
         return RankReport(calls, counts, () if waiting is None else waiting.members)
 
 
-def describe(entry: Entry) -> str:
+def describe(entry: EnteredCall) -> str:
     group, seq, op, shape, dtype, site = entry
     return f"{' x '.join(group.axes)} {list(group.members)} {Call.of(seq, op, shape, dtype, site)}"
 

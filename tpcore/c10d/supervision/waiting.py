@@ -16,7 +16,7 @@ from ...comm.signature import ALL, Call, call_place
 from ...errors import BackendError
 from .fingerprints import FingerprintExchange
 from .peers import PeerMonitor
-from .status import Entry, Verdict, connection_broke, timeout_report
+from .status import EnteredCall, Verdict, connection_broke, timeout_report
 
 _LOOK = 17  # past the first calls, the place of every 17th is compared: a prime, so it drifts through a step
 _TIMED_OUT = ("Timed out waiting", "Application timeout")  # gloo's words: of a call, and of others beside it
@@ -57,7 +57,7 @@ class Waiting:
             self._arrive(self.fingerprints, partial(self.fingerprints.arrived, self.seq <= self._checked))
             self._raise_if_differing(self.fingerprints)
 
-    def note(self, op: str, x: Tensor, locate: bool = False) -> Entry:
+    def note(self, op: str, x: Tensor, locate: bool = False) -> EnteredCall:
         """Called before every collective of a transport that compares calls itself. The call site is taken
         now for checked calls; for later calls ``locate`` or ``call`` take it while the call is running."""
         self.seq += 1
@@ -75,7 +75,7 @@ class Waiting:
         if entry[0] is self:
             self._entries[-1] = (*entry[:-1], entry[-1] or call_place(*self._library))
 
-    def call(self, entry: Entry) -> Call:
+    def call(self, entry: EnteredCall) -> Call:
         """The Call of ``entry``. Its site is the present one if the entry has none."""
         return Call.of(*entry[1:-1], entry[-1] or call_place(*self._library))
 

@@ -15,7 +15,7 @@ from ...comm.comm import Comm
 from ...runtime.context import ParallelContext
 from .samples import multiple
 
-Arguments = ParamSpec("Arguments")
+P = ParamSpec("P")
 _TOLD = 8
 
 
@@ -120,12 +120,10 @@ class RankCheck:
                 self.expect(bool((column == column[0]).all()), f"the ranks have different bits of {name}")
 
 
-def check(
-    body: Callable[Concatenate[RankCheck, Arguments], None],
-) -> Callable[Concatenate[ParallelContext, Arguments], Wrong]:
+def check(body: Callable[Concatenate[RankCheck, P], None]) -> Callable[Concatenate[ParallelContext, P], Wrong]:
     """A check of (ctx, ...), made of one that writes to a ``RankCheck``."""
 
-    def run(ctx: ParallelContext, /, *args: Arguments.args, **named: Arguments.kwargs) -> Wrong:
+    def run(ctx: ParallelContext, /, *args: P.args, **named: P.kwargs) -> Wrong:
         check = RankCheck(ctx)
         body(check, *args, **named)
         check.finish()

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.export import Dim
 
 from ...backend.interface import DynamicDim
-from ..inputs import Arguments, Form, Shape
+from ..inputs import Arguments, DynamicShape, Structure
 
-Sizes = tuple[tuple[Shape, ...], dict[str, DynamicDim], tuple[dict[str, int], ...]]
+Sizes = tuple[tuple[DynamicShape, ...], dict[str, DynamicDim], tuple[dict[str, int], ...]]
 """Shapes, dims and buckets, as ``Inputs`` has them."""
 
 
@@ -30,7 +30,7 @@ def declared(sizes: Any, arguments: Arguments, leaves: Sequence[Tensor]) -> Size
             raise ValueError(f"dynamic_shapes has {name!r}; the traced arguments are {list(forms)}")
         _walk(dims_of, forms[name], f"dynamic_shapes[{name!r}]", by_leaf)
     dims: dict[str, DynamicDim] = {}
-    shapes: list[Shape] = []
+    shapes: list[DynamicShape] = []
     for i, (t, name) in enumerate(zip(leaves, arguments.names, strict=True)):
         shape: list[int | str] = list(t.shape)
         for at, value in by_leaf[i].items():
@@ -46,7 +46,7 @@ def declared(sizes: Any, arguments: Arguments, leaves: Sequence[Tensor]) -> Size
     return tuple(shapes), dims, ()
 
 
-def _walk(sizes: Any, form: Form, where: str, by_leaf: list[Mapping[int, Any]]) -> None:
+def _walk(sizes: Any, form: Structure, where: str, by_leaf: list[Mapping[int, Any]]) -> None:
     ((kind, inner),) = form.items()
     if sizes is None:
         return
@@ -78,7 +78,7 @@ def by_example(arguments: Arguments, examples: Sequence[Sequence[Tensor]]) -> Si
     """Shapes, dims and buckets from examples, smallest first. Sizes that change together are one dim."""
     dims: dict[str, DynamicDim] = {}
     named: dict[tuple[int, ...], str] = {}
-    shapes: list[Shape] = []
+    shapes: list[DynamicShape] = []
     for i, leaves in enumerate(zip(*examples, strict=True)):
         name = arguments.names[i]
         if len({t.ndim for t in leaves}) > 1 or len({t.dtype for t in leaves}) > 1:
@@ -96,10 +96,10 @@ def by_example(arguments: Arguments, examples: Sequence[Sequence[Tensor]]) -> Si
 
 def output_shapes(
     outputs: Sequence[Sequence[Sequence[int]]], buckets: Sequence[Mapping[str, int]]
-) -> tuple[Shape, ...]:
+) -> tuple[DynamicShape, ...]:
     """Shapes of the outputs, with names of the inputs' dims. ``outputs``: shapes from each bucket's program.
     ValueError if an output's size changes from bucket to bucket, but not together with an input's size."""
-    output_shapes: list[Shape] = []
+    output_shapes: list[DynamicShape] = []
     sizes_of = {name: tuple(bucket[name] for bucket in buckets) for name in (buckets[0] if buckets else ())}
     for i, shapes in enumerate(zip(*outputs, strict=True)):
         shape: list[int | str] = []

@@ -32,10 +32,10 @@ from ..artifact import (
     weights_file,
     write_weights,
 )
-from ..inputs import Arguments, Form, Inputs, put_together, take_apart
+from ..inputs import Arguments, Inputs, Structure, put_together, take_apart
 from .dynamic import by_example, declared, output_shapes
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]
+CallArguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""
 
 
@@ -44,7 +44,7 @@ class Order:
     """The model to trace, and how. ``examples``: one call, or one per bucket, smallest first."""
 
     func: Callable[[], Any]
-    examples: Sequence[Call]
+    examples: Sequence[CallArguments]
     dynamic_shapes: Any
     backend: str
     tp: int
@@ -91,7 +91,7 @@ class _Function:
     model: nn.Module
     arguments: Arguments
     returned_state: tuple[int, ...]
-    form: Form = field(default_factory=dict)
+    form: Structure = field(default_factory=dict)
     shapes: list[list[int]] = field(default_factory=list)
 
     def __call__(self, weights: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -128,7 +128,7 @@ class Tracer:
         several, options = len(examples) > 1, self._order.dynamic_shapes
         sizes = by_example(arguments, examples) if several else declared(options, arguments, examples[0])
         inputs = Inputs(arguments, tuple(t.dtype for t in examples[0]), *sizes)
-        seen: list[tuple[Form, list[list[int]]]] = []
+        seen: list[tuple[Structure, list[list[int]]]] = []
         for number, leaves in enumerate(examples):
             self._say("tracing" + (f" for {[list(t.shape) for t in leaves]}" if inputs.buckets else ""))
             fn = _Function(model, arguments, tuple(aliases.values()))
@@ -184,7 +184,7 @@ class Tracer:
     @torch.no_grad()
     def _program(
         self, fn: _Function, weights: Mapping[str, Tensor], leaves: Sequence[Tensor], inputs: Inputs, number: int
-    ) -> tuple[Form, list[list[int]]]:
+    ) -> tuple[Structure, list[list[int]]]:
         """Trace one program, and check that it computes the same outputs as the model: their form and shapes."""
         # copies: one tensor given as two inputs would become one input of the program, which reads it twice
         leaves = [t.to(self._ctx.device, copy=True) for t in leaves]

@@ -19,7 +19,7 @@ from ...backend.interface import LoadedProgram
 from ...checkpoint.forms.source import Reading
 from ...checkpoint.read.source import read_shards
 from ...processes.launch import follow
-from ...processes.transfer import Outcome, Place, SharedBuffer, pack_outcome
+from ...processes.transfer import MemoryPlace, Outcome, SharedBuffer, pack_outcome
 from ...runtime.context import ParallelContext
 from ...runtime.init import init
 from ...runtime.memory import in_huge_pages, keep_freed_memory
@@ -89,7 +89,7 @@ def _serve(rank: Rank, inputs: SharedBuffer, outputs: SharedBuffer, requests: Co
     first, request = settings.RANK.get() == 0, select.poll()
     request.register(requests, select.POLLIN)
 
-    def call(program: int, places: tuple[Place, ...]) -> tuple[tuple[Place, ...], float]:
+    def call(program: int, places: tuple[MemoryPlace, ...]) -> tuple[tuple[MemoryPlace, ...], float]:
         started = time.perf_counter()
         results = rank.run(program, inputs.get(places))
         seconds = time.perf_counter() - started

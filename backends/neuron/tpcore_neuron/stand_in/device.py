@@ -86,7 +86,7 @@ def _placed(x: Any) -> Any:
     return DeviceTensor(x) if isinstance(x, Tensor) else x
 
 
-class Device(_DummyBackendModule):
+class StandInDevice(_DummyBackendModule):
     """The module ``torch.neuron``, and how operators run."""
 
     def __init__(self) -> None:
@@ -162,11 +162,11 @@ class Device(_DummyBackendModule):
         yield
 
 
-_device = Device()
+_device = StandInDevice()
 _libraries: list[torch.library.Library] = []
 
 
-def install() -> Device:
+def install() -> StandInDevice:
     """Register the device, once in a process."""
     if not _libraries:
         _setup_privateuseone_for_python_backend(NAME, _device)

@@ -17,6 +17,7 @@ from tpcore.checkpoint.forms.registry import open_source
 from tpcore.checkpoint.forms.source import Reading
 from tpcore.checkpoint.forms.whole import Whole, in_memory, open_file
 from tpcore.checkpoint.read.load import Loading
+from tpcore.checkpoint.read.source import StrPath
 from tpcore.checkpoint.storage.files import naming
 from tpcore.checkpoint.stored import Stored
 from tpcore.errors import CheckpointError, extra
@@ -29,7 +30,6 @@ from ..shard import quantized
 from .weights import Weights, by_model_name, equal
 
 FILES = "_tpcore_lazy_from"
-StrPath = str | os.PathLike[str]
 
 
 class _Shapes(TorchFunctionMode):

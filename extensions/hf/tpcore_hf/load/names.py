@@ -20,7 +20,7 @@ from tpcore.errors import CheckpointError, extra
 
 from .lazy import lazy
 
-Source = TypeVar("Source", bound=Writable)
+Content = TypeVar("Content", bound=Writable)
 
 _MERGED = (
     "{} is stored with {} merged with others, which is not done one by one: model.save_pretrained(dir, "
@@ -29,11 +29,11 @@ _MERGED = (
 
 
 @dataclass(frozen=True)
-class Split(Generic[Source]):
+class Split(Generic[Content]):
     """One of the tensors that files have of a ``source``, the tensor ``of`` the model: all are made when the first of
     them is written."""
 
-    source: Source
+    source: Content
     shape: tuple[int, ...]
     dtype: torch.dtype
     name: str
@@ -49,7 +49,7 @@ class Split(Generic[Source]):
         yield self.values.pop(self.name).contiguous()
 
 
-def in_files(model: Any, tensors: Mapping[str, Source]) -> dict[str, Source | Split[Source]]:
+def in_files(model: Any, tensors: Mapping[str, Content]) -> dict[str, Content | Split[Content]]:
     """What files have of ``tensors``, which are named as in the model: by names in files."""
     sizes = {i + 1: name for i, name in enumerate(tensors)}  # a number of entries identifies a tensor once renamed
     with suppress(CheckpointError):
@@ -58,7 +58,7 @@ def in_files(model: Any, tensors: Mapping[str, Source]) -> dict[str, Source | Sp
         if names.keys() == tensors.keys() and len(renamed) == len(tensors):
             return {names[name]: t for name, t in tensors.items()}
     values: dict[str, Tensor] = {}
-    stored: dict[str, Source | Split[Source]] = {}
+    stored: dict[str, Content | Split[Content]] = {}
     for name, source in tensors.items():
         parts = _stored_as(model, {name: torch.empty(source.shape, dtype=source.dtype, device="meta")})
         for part, t in parts.items():
@@ -107,8 +107,8 @@ def model_of(config: str | os.PathLike[str]) -> Any:
 
 
 def stored_tensors(
-    config: str | os.PathLike[str], tensors: Mapping[str, Source]
-) -> Mapping[str, Source | Split[Source]]:
+    config: str | os.PathLike[str], tensors: Mapping[str, Content]
+) -> Mapping[str, Content | Split[Content]]:
     """The tensors that files have of ``tensors``, by their names there, but for those tied to another. Those that a
     model has merged, as experts, are split when they are written. CheckpointError for names that the model of
     ``config`` does not have, and for tensors that are missing."""
@@ -124,7 +124,7 @@ def stored_tensors(
     return in_files(model, {name: t for name, t in tensors.items() if name not in targets})
 
 
-def adapter_tensors(config: str | os.PathLike[str], tensors: Mapping[str, Source]) -> Mapping[str, Source]:
+def adapter_tensors(config: str | os.PathLike[str], tensors: Mapping[str, Content]) -> Mapping[str, Content]:
     """Those of ``tensors`` that peft's files have of an adapter, ``default`` or the only one, by their names there.
     ``config``: an ``adapter_config.json``, or its folder. CheckpointError for names without adapters."""
     path = _path_of(config, "adapter_config.json")

@@ -7,7 +7,7 @@ Korthikanti et al. 2022, arXiv:2205.05198.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from tpcore.comm import mappings as ops
 from tpcore.comm.comm import Comm
+from tpcore.comm.mappings import Map
 from tpcore.layers import RowParallelLinear
 from tpcore.layers.adopt import is_hooked
 from tpcore.layers.module import ParallelModule
@@ -34,7 +35,6 @@ from ..shard.forwards import (
     with_forward,
 )
 
-Map = Callable[[Tensor], Tensor]
 _BLOCK = "_tpcore_token_region"
 
 

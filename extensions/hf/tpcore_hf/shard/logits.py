@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,10 +11,10 @@ from torch import Tensor
 
 from tpcore import nested
 from tpcore.comm import mappings as ops
+from tpcore.comm.mappings import Map
 from tpcore.comm.observer import plain
 from tpcore.private import plain_functions
 
-Map = Callable[[Tensor], Tensor]
 _FACTS = frozenset(
     {Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, torch.is_floating_point, Tensor.__len__}
     | {Tensor.ndimension, Tensor.nelement, Tensor.element_size, Tensor.get_device, Tensor.is_complex, torch.is_complex}

@@ -28,7 +28,7 @@ checkpoint = typer.Typer(
 Src = Annotated[str, typer.Argument(metavar="DIR", help="A checkpoint: a directory or an unsharded file.")]
 Out = Annotated[str, typer.Argument(metavar="OUT", help="What to write. Nothing there is overwritten.")]
 Key = Annotated[str, typer.Option("--model-key", help="The entry that holds the model's state.")]
-_CUT = "How tensors are cut where no record says so; STRIDE blocks if fused. Repeatable."
+_CUT = "How tensors are sharded where no record says so; STRIDE blocks if fused. Repeatable."
 Cuts = Annotated[list[str] | None, typer.Option("--cut", metavar="PATTERN=DIM[:STRIDE]", help=_CUT)]
 Trust = Annotated[bool, typer.Option("--trust/--no-trust", help="Whether to read pickles (.pt, .bin).")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
@@ -124,7 +124,7 @@ def convert(
 
 @checkpoint.command("inspect")
 def inspect_(src: Src, model_key: Key = "model", cut: Cuts = None, trust: Trust = True, as_json: Json = False) -> None:
-    """List the tensors: logical shape, dtype, how it is cut, and the shape on each rank."""
+    """List the tensors: logical shape, dtype, how it is sharded, and the shape on each rank."""
     from .inspect import inspect as inspect_checkpoint
 
     reading = _reading(model_key, cut, trust)

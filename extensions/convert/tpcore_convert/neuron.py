@@ -117,7 +117,7 @@ def _recorded(top: Mapping[str, Any], path: str) -> Recorded:
     dims = {
         str(name): int(p["partition_dim"])
         for name, p in parameters.items()
-        # later versions record whether a parameter is cut, earlier ones its kind
+        # later versions record whether a parameter is sharded, earlier ones its kind
         if p.get("tensor_model_parallel", p.get("kind") == "sharded")
     }
     return Recorded(frozenset(map(str, parameters)), dims, list(transformations))
@@ -189,10 +189,10 @@ class OptimumShards(PickledShards):
         return None if dim is None else even_spec(shape, self.tp, dim)
 
     def _of_tied(self, name: str, pp_rank: int) -> int | None:
-        """The cut dim of a tensor that is recorded under another name, which has the same values on all ranks."""
+        """The sharded dim of a tensor that is recorded under another name, which has the same values on all ranks."""
         shards = [self.read(file)[0][name] for file in self.files[pp_rank]]
         if all(equal(t, shards[0]) for t in shards):
-            return None  # not cut: a buffer
+            return None  # not sharded: a buffer
         for stage, recorded in enumerate(self._recorded):
             every = [self.read(file)[0] for file in self.files[stage]]
             for other, dim in recorded.dims.items():

@@ -102,7 +102,7 @@ class Mark:
 
 class PartOf(Observed):
     """This rank's part of an activation, in a run with checks: every operation on it is inspected. The result of an
-    operation is a part too, if the cut dim can be found in the result: exactly for views and operations that keep
+    operation is a part too, if the sharded dim can be found in the result: exactly for views and operations that keep
     the shape, for others if one dim alone has its size."""
 
     mark: Mark
@@ -131,7 +131,7 @@ class PartOf(Observed):
 
 
 def _rearranged(out: Tensor, x: PartOf, name: str, rearrange: Callable[[Tensor], Tensor]) -> Tensor:
-    """``out``, marked where ``rearrange`` puts the cut dim of ``x``: it follows from the strides of a view."""
+    """``out``, marked where ``rearrange`` puts the sharded dim of ``x``: it follows from the strides of a view."""
     mark = x.mark
     if mark.width == 1:  # any dim of one entry has any stride
         return _propagated(out, mark, x.shape)  # type: ignore[no-any-return]
@@ -144,12 +144,12 @@ def _rearranged(out: Tensor, x: PartOf, name: str, rearrange: Callable[[Tensor],
         return out
     split = name in _SPLITTING and out.ndim > x.ndim and dim > 0
     if split and out.shape[dim - 1] == 1 and out.shape[dim] == mark.width:
-        return out  # view(..., 1, head_dim): heads are cut, of which each rank has one, and head_dim is whole
+        return out  # view(..., 1, head_dim): heads are sharded, of which each rank has one, and head_dim is whole
     return marked(out, replace(mark, dim=dim, width=out.shape[dim]))
 
 
 def _propagated(out: Any, mark: Mark, shape: Sequence[int]) -> Any:
-    """``out`` with the mark of an operand of this ``shape``, if the cut dim can be found in it."""
+    """``out`` with the mark of an operand of this ``shape``, if the sharded dim can be found in it."""
     if type(out) in (list, tuple) or type(out).__module__ == "torch.return_types":
         return type(out)([_propagated(element, mark, shape) for element in out])
     if not isinstance(out, Tensor) or isinstance(out, PartOf) or not out.is_floating_point():

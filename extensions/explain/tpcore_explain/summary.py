@@ -53,7 +53,7 @@ def replicated(program: Program, tp: int) -> list[str]:
         return []
     if len(whole) == len(program.parameters):
         return [
-            f"No parameter of {program.model} is cut: each of the {tp} tp ranks holds the whole model and "
+            f"No parameter of {program.model} is sharded: each of the {tp} tp ranks holds the whole model and "
             "repeats the same work. Build it of tpcore's layers, or name a function that puts them in its "
             "place: --parallelize path/to/file.py:function; a model of transformers: --plan auto"
         ]

@@ -1,4 +1,4 @@
-"""Finds the model to explain, and how it is cut, from the user's arguments: functions, Hugging Face configs, plans."""
+"""Finds the model to explain, and what shards it: functions, Hugging Face configs, plans."""
 
 from __future__ import annotations
 

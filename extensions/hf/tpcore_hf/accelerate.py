@@ -79,7 +79,7 @@ class MeshScheduler(AcceleratedScheduler):  # type: ignore[misc]
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
-    """``accelerate.Accelerator`` for models that ``tpcore.parallelize`` has cut, or made of tpcore's layers.
+    """``accelerate.Accelerator`` for models that ``tpcore.parallelize`` has sharded, or made of tpcore's layers.
 
     Its processes are the data-parallel ranks: ``num_processes`` and ``process_index`` are those of dp, a
     prepared data loader gives all ranks of one tp group the same batches, and ``gather`` and ``reduce`` go

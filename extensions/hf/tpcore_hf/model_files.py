@@ -30,18 +30,18 @@ STATE = "optimizer_shards"
 """The directory of the optimizer's and the scheduler's state inside a checkpoint."""
 
 _SAVES = "save_pretrained"
-"""In a cut model's own dict: it is collective and writes all of it."""
+"""In a sharded model's own dict: it is collective and writes all of it."""
 
 
-def is_cut(model: nn.Module) -> bool:
-    """Whether ``parallelize`` has cut ``model``, or it has layers of which ranks hold different parts."""
+def is_sharded(model: nn.Module) -> bool:
+    """Whether ``parallelize`` has sharded ``model``, or it has layers of which ranks hold different parts."""
     marks = (sharding(p) for p in model.parameters())
     return is_guarded(model) or any(mark is not None and mark.axes for mark in marks)
 
 
 @contextmanager
 def saved(model: Any, save_weights: Callable[[], None]) -> Iterator[None]:
-    """Inside, a cut model's weights have been saved by all ranks: ``save_pretrained`` does nothing."""
+    """Inside, a sharded model's weights have been saved by all ranks: ``save_pretrained`` does nothing."""
     if _SAVES not in model.__dict__:
         yield
         return
@@ -55,8 +55,8 @@ def saved(model: Any, save_weights: Callable[[], None]) -> Iterator[None]:
 
 
 def whole_state(model: nn.Module) -> dict[str, Tensor] | None:
-    """The full state of a cut model of tpcore's layers; None for a model that saves itself."""
-    if _SAVES in model.__dict__ or not is_cut(model):
+    """The full state of a sharded model of tpcore's layers; None for a model that saves itself."""
+    if _SAVES in model.__dict__ or not is_sharded(model):
         return None
     if any(isinstance(m, PipelinedLayers) and m.pp.size > 1 for m in model.modules()):
         raise ValueError(
@@ -91,7 +91,7 @@ def _has_adapters(model: Any, where: str) -> bool:
 
 
 def save_in_parts(model: Any, where: str, *, in_background: bool = False) -> None:
-    """The parts of a cut model in ``tensor_parallel_shards``, the configuration beside it. Collective."""
+    """The parts of a sharded model in ``tensor_parallel_shards``, the configuration beside it. Collective."""
     checkpoint.save({"model": model.state_dict()}, os.path.join(where, PARTS), background=in_background)
     with together(current()):
         if current().rank == 0:

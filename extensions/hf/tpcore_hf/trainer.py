@@ -1,4 +1,4 @@
-"""The Trainer of transformers for a cut model: what only the mesh knows, in one override each."""
+"""The Trainer of transformers for a sharded model: what only the mesh knows, in one override each."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tpcore.train.zero import Zero1
 
 from . import parallelize
 from .accelerate import Accelerator
-from .model_files import is_cut, load_model, load_state, of_other_ranks, save_state, saved, whole_state
+from .model_files import is_sharded, load_model, load_state, of_other_ranks, save_state, saved, whole_state
 from .preemption import SaveOnPreemption, own_preemption
 
 __all__ = ["Trainer"]
@@ -44,7 +44,7 @@ _TOKENS = 2048
 
 
 class Trainer(transformers.Trainer):
-    """``transformers.Trainer`` for a model that ``tpcore.parallelize`` has cut over tp and pipeline stages.
+    """``transformers.Trainer`` for a model that ``tpcore.parallelize`` has sharded over tp and pipeline stages.
 
     Call ``tpcore.init`` and ``tpcore.parallelize`` first. Losses, metrics and logs are those of the whole model in one
     process; ``per_device_train_batch_size`` counts for each data-parallel rank. Checkpoints hold the whole model, as
@@ -97,7 +97,7 @@ class Trainer(transformers.Trainer):
         if saves_on_signal:
             self.add_callback(SaveOnPreemption())
         check_arguments(self.args)
-        check_cut(self.model)
+        check_sharded(self.model)
         for module in self.model.modules():
             if isinstance(module, PipelinedLayers) and not forward_pre_hooks(module):
                 module.register_forward_pre_hook(partial(_fit, module.num_microbatches), with_kwargs=True)
@@ -166,7 +166,7 @@ class Trainer(transformers.Trainer):
         super()._save(output_dir, self._whole if state_dict is None else state_dict)
 
     def save_weights(self, where: str) -> None:
-        """Write a cut model into the directory ``where``. Called on all ranks."""
+        """Write a sharded model into the directory ``where``. Called on all ranks."""
         self.model.save_pretrained(where)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -252,10 +252,10 @@ def check_arguments(args: Any) -> None:
             raise ValueError(f"TrainingArguments({name}={value!r}) on the mesh {dict(mesh.axes)}: {why}")
 
 
-def check_cut(model: nn.Module) -> None:
+def check_sharded(model: nn.Module) -> None:
     """ValueError for a model of which all ranks of a tp group would train the same copy."""
     mesh = current().mesh
-    if mesh.size != current().batch.size and not is_cut(model):
+    if mesh.size != current().batch.size and not is_sharded(model):
         raise ValueError(
             f"this {type(model).__name__} is whole on every rank of the mesh {dict(mesh.axes)}: call "
             "tpcore.parallelize(model) before the Trainer, or tpcore.init with tp=1"
@@ -271,7 +271,7 @@ def choose_mesh(model: Any, args: Any, options: Mapping[str, Any]) -> Any:
     job or a model that is divided already, and where nothing fits.
     """
     ctx = current()
-    if ctx.mesh.size != ctx.batch.size or is_cut(model):
+    if ctx.mesh.size != ctx.batch.size or is_sharded(model):
         raise ValueError(
             f"mesh={AUTO!r} divides the job and cuts the model, and they are already, on {dict(ctx.mesh.axes)}: call "
             "tpcore.init() without degrees, and leave tpcore.parallelize out"

@@ -127,8 +127,8 @@ def _check_groups(name: str, groups: Groups | None, *names: str) -> None:
     want = current().mesh.group(*axes).as_list()
     if groups is not None and sorted(map(sorted, groups)) != sorted(map(sorted, want)):
         raise ValueError(
-            f"NeuronZero1Optimizer({name}={groups}): state is cut over dp, ep and cp, and norms are summed over what "
-            f"cuts a parameter; only the {', '.join(axes)} groups, {want}, say that, and so does leaving it out"
+            f"NeuronZero1Optimizer({name}={groups}): state is sharded over dp, ep and cp, and norms are summed over "
+            f"what shards a parameter; only the {', '.join(axes)} groups, {want}, say that, and so does leaving it out"
         )
 
 

@@ -35,7 +35,7 @@ _NUMBER = re.compile(r"(^|_)(idx|index|id|number)$")  # of a layer, among its at
 
 @dataclass(frozen=True)
 class Ways:
-    """How a model is cut: the arguments of ``tpcore.init`` and ``tpcore.parallelize`` that change what a rank computes.
+    """How a model is sharded: arguments of ``tpcore.init`` and ``tpcore.parallelize`` that change what a rank computes.
     ``compiled``: experts are one program, in which each computes all tokens."""
 
     tp: int = 1
@@ -245,7 +245,7 @@ def _signature(layer: nn.Module) -> Any:
 
 
 def _has_experts(module: nn.Module) -> bool:
-    """Whether it holds the experts of a layer of transformers, which are not cut."""
+    """Whether it holds the experts of a layer of transformers, which are not sharded."""
     return hasattr(module, "has_gate") and hasattr(module, "num_experts")
 
 

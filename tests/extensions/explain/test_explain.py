@@ -439,7 +439,7 @@ def test_a_hugging_face_config_with_a_function_that_cuts_it(bert: Path, file: st
 def test_a_model_class_that_nobody_has_cut() -> None:
     code, out = invoke("T5ForConditionalGeneration", "--tp", "2", "--seq-len", "8")
     assert code == 0
-    assert "No parameter of T5ForConditionalGeneration is cut: each of the 2 tp ranks holds the whole" in out
+    assert "No parameter of T5ForConditionalGeneration is sharded: each of the 2 tp ranks holds the whole" in out
     assert "No collectives." in out
     assert "Without a gradient" not in out
 

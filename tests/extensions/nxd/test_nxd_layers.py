@@ -228,7 +228,7 @@ def test_names_of_the_axis_cp(ctx: ParallelContext) -> None:
     assert groups == [[0, 1, 2, 3]]
     weight = torch.nn.Parameter(torch.ones(4))
     NeuronZero1Optimizer([weight], torch.optim.SGD, lr=1, sharding_groups=groups)
-    with pytest.raises(ValueError, match="state is cut over dp, ep and cp"):
+    with pytest.raises(ValueError, match="state is sharded over dp, ep and cp"):
         NeuronZero1Optimizer([weight], torch.optim.SGD, lr=1, sharding_groups=[[0, 2], [1, 3]])
 
 

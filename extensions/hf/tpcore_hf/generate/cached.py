@@ -165,7 +165,7 @@ def trace_causal_lm(
     """Trace the causal language model that ``func()`` returns, with keys and values that stay on the ranks.
 
     ``func`` is called in each of ``tp_degree`` processes after ``tpcore.init``, and returns a model of
-    transformers that ``parallelize`` has cut. ``max_length``: how many tokens of each row the cache holds,
+    transformers that ``parallelize`` has sharded. ``max_length``: how many tokens of each row the cache holds,
     prompt and answer together. ``batch_size``: rows. ``prompt_lengths``: how many tokens of a prompt one
     call takes; there is a program for each, and one for single tokens. Longer prompts take several calls.
     ``options``: those of ``parallel_model_trace``. ``tpcore.trace.generate`` runs the result, by calls of

@@ -1,4 +1,4 @@
-"""Gathers a cut model: in memory, or into files that transformers can open."""
+"""Gathers a sharded model: in memory, or into files that transformers can open."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def save_whole(
     max_shard_size: int | str = "50GB",
     **options: Any,
 ) -> None:
-    """``model.save_pretrained`` of a cut model: the whole model, in transformers' own names and layout.
+    """``model.save_pretrained`` of a sharded model: the whole model, in transformers' own names and layout.
 
     Tensors are gathered one by one. Rank 0 writes them, in files of at most ``max_shard_size``, with an index if there
     are several, and then puts them in place. Collective over the world. Raises CheckpointError on every rank if a file

@@ -109,7 +109,7 @@ def _check_unplaced(config: Any) -> None:
     quantizer = config.hf_quantizer
     if quantizer is not None and getattr(quantizer, "packed_modules", None) != {}:  # {}: GGUF, made floats
         raise ValueError(
-            f"tpcore.lazy: weights quantized by {quantizer.quantization_config.quant_method} cannot be cut: "
+            f"tpcore.lazy: weights quantized by {quantizer.quantization_config.quant_method} cannot be sharded: "
             "give files that are not, or of GGUF with quantization_config=GgufConfig(dequantize=True)"
         )
 
@@ -132,7 +132,7 @@ def _check_ties(model: Any, tensors: dict[str, Stored]) -> None:
 
 
 def stored_weights(model: Any, lazy_from: StrPath | None, ctx: ParallelContext) -> Weights | None:
-    """What fills a model that is not cut yet: the files of ``lazy_from``, or of ``from_pretrained``."""
+    """What fills a model that is not sharded yet: the files of ``lazy_from``, or of ``from_pretrained``."""
     if lazy_from is not None:
         with together(ctx):
             return open_weights(model, os.fspath(lazy_from))

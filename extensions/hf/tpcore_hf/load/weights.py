@@ -34,7 +34,7 @@ class Weights:
         return self
 
     def with_initial(self, model: Any) -> Weights:
-        """These, and what no file has and the model has made: it is cut as if a file had it."""
+        """These, and what no file has and the model has made: it is sharded as if a file had it."""
         initial = {n: t for n, t in model.state_dict().items() if n not in self.tensors}
         values = {n: t for n, t in initial.items() if isinstance(t, Tensor) and not t.is_meta}
         return Weights(self.path, {**self.tensors, **in_memory(values, self.path)}, self)
@@ -96,7 +96,7 @@ def by_model_name(model: Any, stored: Mapping[str, Any], mapping: Sequence[Any])
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     of_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
     state, prefix = model.state_dict(keep_vars=True), model.base_model_prefix
-    # in the shapes that they have in a model that is not cut
+    # in the shapes that they have in a model that is not sharded
     like = {n: torch.empty(layout.shape, dtype=state[n].dtype, device="meta") for n, layout in layouts(model).items()}
     tensors: dict[str, Any] = {}
     conversions: dict[str, Conversion] = {}

@@ -17,7 +17,7 @@ from tpcore.runtime.context import ParallelContext, current, is_initialized
 from tpcore.runtime.init import init
 from tpcore_convert.rewrite import consolidate
 from tpcore_hf import lazy, parallelize
-from tpcore_hf.model_files import is_cut
+from tpcore_hf.model_files import is_sharded
 from tpcore_hf.plan.families import KINDS
 from tpcore_hf.plan.model import REFUSED, checked_model, rules_of, vocabulary
 
@@ -80,10 +80,10 @@ class _Parallelism:
 
     def parallelize_model(self, model: Model, device: Any = None) -> Model:
         """``model`` cut as the fields say, in place, with its weights read if it was made lazily, and moved
-        to ``device`` if that is given. A model that is cut already stays as it is."""
+        to ``device`` if that is given. A model that is sharded already stays as it is."""
         join(self.tensor_parallel_size, self.pipeline_parallel_size)
         note(vars(self), defaults_of(type(self)))
-        if not is_cut(model):
+        if not is_sharded(model):
             stages = self.pipeline_parallel_size > 1
             whole = () if self.parallelize_embeddings else [end for end in vocabulary(model) if end is not None]
             parallelize(
@@ -161,7 +161,7 @@ _FLASH = "flash_attention_2"
 
 @contextmanager
 def lazy_load_for_parallelism(tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1) -> Iterator[None]:
-    """Within, ``from_pretrained`` makes shapes only of a model that will be cut: each rank reads its part."""
+    """Within, ``from_pretrained`` makes shapes only of a model that will be sharded: each rank reads its part."""
     parallel = (tensor_parallel_size, pipeline_parallel_size) != (1, 1)
     if parallel:
         join(tensor_parallel_size, pipeline_parallel_size)
@@ -170,13 +170,13 @@ def lazy_load_for_parallelism(tensor_parallel_size: int = 1, pipeline_parallel_s
 
 
 def make_optimizer_constructor_lazy(optimizer_cls: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """``optimizer_cls`` itself: parameters stay the same objects when a model is cut, and most optimizers make their
-    state at the first step. ValueError for one that makes it at once, as Adagrad does."""
+    """``optimizer_cls`` itself: parameters stay the same objects when a model is sharded, and most optimizers make
+    their state at the first step. ValueError for one that makes it at once, as Adagrad does."""
     probe = torch.nn.Parameter(torch.zeros(1, device="cpu"))
     if optimizer_cls([probe], lr=1e-3).state:  # type: ignore[call-arg]
         raise ValueError(
             f"{optimizer_cls.__name__} makes its state at once, of the shapes that parameters have then: "
-            "make it once the model is cut and moved, or use tpcore.Zero1, which waits for the first step"
+            "make it once the model is sharded and moved, or use tpcore.Zero1, which waits for the first step"
         )
     return optimizer_cls
 
@@ -211,7 +211,7 @@ class Parallelizer:
 
 
 class ParallelizersManager:
-    """Which models can be cut, and how."""
+    """Which models can be sharded, and how."""
 
     @staticmethod
     def get_supported_model_types() -> list[str]:

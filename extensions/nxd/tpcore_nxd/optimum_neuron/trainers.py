@@ -32,9 +32,9 @@ class NeuronTrainingArguments(transformers.TrainingArguments):
     launcher such as torchrun started, with the mesh that the flags name."""
 
     zero_1: bool = _flag(False, "Each data-parallel rank keeps the optimizer's state of its part.")
-    tensor_parallel_size: int = _flag(1, "Over how many ranks layers are cut.")
+    tensor_parallel_size: int = _flag(1, "Over how many ranks layers are sharded.")
     disable_embedding_parallelization: bool = _flag(False, "Leave the vocabulary whole on every rank.")
-    disable_sequence_parallel: bool = _flag(False, "Leave tokens whole between the cut layers.")
+    disable_sequence_parallel: bool = _flag(False, "Leave tokens whole between the sharded layers.")
     pipeline_parallel_size: int = _flag(1, "Over how many stages layers are spread.")
     pipeline_parallel_num_microbatches: int = _flag(-1, "Parts of a batch; -1: one of each example.")
     kv_size_multiplier: int | None = _flag(None, "Follows from tensor_parallel_size.")
@@ -123,7 +123,7 @@ def send_example_telemetry(*args: Any, **kwargs: Any) -> None:
 class NeuronTrainer(Trainer):
     """``tpcore_hf.trainer.Trainer`` that cuts ``model`` as ``NeuronTrainingArguments`` say.
 
-    The model may come from ``lazy_load_for_parallelism``. A checkpoint holds a cut model in parts, in
+    The model may come from ``lazy_load_for_parallelism``. A checkpoint holds a sharded model in parts, in
     ``tensor_parallel_shards``: ``tpcore checkpoint consolidate`` makes one model of them, which
     ``from_pretrained`` opens. Any mesh resumes from it. ``tokenizer``: the ``processing_class``, by the name
     that it had before transformers 5.
@@ -183,7 +183,7 @@ class NeuronAccelerator(Accelerator):
         super().__init__(*args, **kwargs)
 
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
-        """Models are cut first, so that the order of ``args`` is free."""
+        """Models are sharded first, so that the order of ``args`` is free."""
         for model in args:
             if isinstance(model, nn.Module):
                 self.mp_plugin.parallelize_model(model)

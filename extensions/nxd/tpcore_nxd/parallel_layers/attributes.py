@@ -39,7 +39,7 @@ def mark(tensor: Any, sharded_as: Sharding) -> None:
 
 
 class PublishedAttributes(ParallelModule):
-    """The attributes of every layer with a cut weight. They are for reading: setting one changes nothing."""
+    """The attributes of every layer with a sharded weight. They are for reading: setting one changes nothing."""
 
     weight: Tensor
     sequence_dim: int | None
@@ -51,7 +51,7 @@ class PublishedAttributes(ParallelModule):
 
     @property
     def tensor_parallel_group(self) -> Any:
-        """The group that the layer is cut over, as the backend's own object."""
+        """The group that the layer is sharded over, as the backend's own object."""
         return self.tp.process_group
 
     @property

@@ -37,7 +37,7 @@ class BaseParallelLinear(PublishedAttributes, ParallelLinear):
 
     @property
     def stride(self) -> int:
-        """How many projections are fused along the cut features."""
+        """How many projections are fused along the sharded features."""
         return len(self.shard_specs["weight"].blocks)
 
     @property

@@ -18,6 +18,7 @@ from .runtime.init import init, shutdown
 from .settings import __version__ as __version__
 from .train.clip import clip_grad_norm
 from .train.data_parallel import reduce_gradients
+from .train.muon import Muon
 from .train.pipeline import PipelinedLayers, PipelineModel
 from .train.preemption import Preemption
 from .train.step import optimizer_step, overlap_grad_reduce
@@ -51,6 +52,7 @@ __all__ = [
     "ColumnParallelLinear",
     "LayerNorm",
     "Mesh",
+    "Muon",
     "ParallelContext",
     "ParallelEmbedding",
     "ParallelModule",

@@ -19,8 +19,8 @@ from tpcore.testing import run_ranks
 AdamW = torch.optim.AdamW
 
 
-def staged(ctx: ParallelContext) -> nn.Module:
-    model = cut(4, ctx, tied=True)
+def staged(ctx: ParallelContext, *, tied: bool = True) -> nn.Module:
+    model = cut(4, ctx, tied=tied)
     model.layers = tpcore.PipelinedLayers(model.layers, 2, shared=["mix"])
     return model
 

@@ -45,6 +45,7 @@ class ParameterChunk:
         # allocated now for optimizers that make their state in the constructor, as Adagrad does
         self.value = nn.Parameter(torch.empty(self.length, dtype=wide, device=parameter.device))
         self._filled = False  # with master values
+        self.value.tpcore_chunk = weakref.ref(self)  # type: ignore[attr-defined]
 
     def rows(self, full: Tensor) -> Tensor:
         """A tensor of the parameter's shape as one row for each dp rank."""
@@ -141,6 +142,12 @@ class ParameterChunk:
         for share in shares:
             narrowed(weight, share.start, share.size).fill_(share.copies ** (-1 / p))
         return [(wide * self.cut(weight), 1)]
+
+
+def chunk_of(value: Tensor) -> ParameterChunk | None:
+    """The chunk whose value a base optimizer steps; None for a parameter."""
+    made = getattr(value, "tpcore_chunk", None)
+    return None if made is None else made()
 
 
 class ChunkSegment(NamedTuple):

@@ -20,7 +20,7 @@ MIXING = {
     "LAMB": _NORMS,
     "LARS": _NORMS,
     "LBFGS": "its direction comes from all parameters together",
-    "Muon": "it orthogonalizes whole matrices",
+    "Muon": "it orthogonalizes whole matrices, which tpcore.Muon puts together",
     "NovoGrad": _NORMS,
     "SM3": _FACTORS,
     "SOAP": _FACTORS,
@@ -29,7 +29,8 @@ MIXING = {
 """Optimizers that mix entries, with the reason. The case of names does not count."""
 
 _STEPS_PARTS = "tpcore_steps_parts"
-"""Attribute of an optimizer that may step parts of parameters."""
+"""Attribute of an optimizer that may step parts of parameters; of a class that knows parts, the keys of its state
+with a value for each entry."""
 # options of the implementation that do not change the result; some of them need a device
 _WAYS = ("capturable", "differentiable", "foreach", "fused")
 
@@ -45,6 +46,8 @@ class Trial(NamedTuple):
 def tried(cls: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> Trial | None:
     """What two small steps of an optimizer show. None for one that cannot be made on the CPU from those of
     ``options`` that its constructor takes, or that takes no step without a closure."""
+    if own_parts(cls):
+        return None
     takes = inspect.signature(cls).parameters
     try:
         return _trial(cls, {key: value for key, value in options.items() if key in takes and key != "params"})
@@ -53,9 +56,17 @@ def tried(cls: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> Trial
         return None if why is None else Trial(why, frozenset())
 
 
+def own_parts(cls: type[torch.optim.Optimizer]) -> frozenset[str]:
+    """The keys of the state of a class that itself knows whose parts it steps; none for other optimizers."""
+    keys: frozenset[str] = getattr(cls, _STEPS_PARTS, frozenset())
+    return keys
+
+
 def check_elementwise(cls: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> frozenset[str]:
     """The keys of its state that have a value for each entry. ValueError for an optimizer that mixes entries: known by
     name, or found by two small steps."""
+    if keys := own_parts(cls):
+        return keys
     why = _known(cls)
     trial = Trial(why, frozenset()) if why is not None else _trial(cls, options)
     if trial.mixes is not None:
@@ -69,7 +80,7 @@ def check_elementwise(cls: type[torch.optim.Optimizer], options: Mapping[str, An
 def check_steps_parts(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> None:
     """Raise ValueError for an optimizer that mixes entries of a parameter of which this rank has a part, and warn of
     one that cannot be tried; once for an optimizer."""
-    if _STEPS_PARTS in vars(optimizer):
+    if getattr(optimizer, _STEPS_PARTS, False):
         return
     marks = (sharding(p) for p in parameters)
     mark = next((mark for mark in marks if mark is not None and mark.axes), None)

@@ -16,7 +16,7 @@ from ..clip import norm_of, scale_to
 from ..data_parallel import Bucket, overlap_of, present_anywhere
 from ..parameters import check_for_parts, check_not_replaced, data_comm, named_of, names_of
 from .chunk import Accumulation, ParameterChunk, ReadRun, Reduction, in_buckets, kind_of
-from .elementwise import check_elementwise
+from .elementwise import check_elementwise, own_parts
 from .state import IN_STEP, MASTER, Outline, check_kind, entries_of, outline_of, renumbered
 
 
@@ -71,9 +71,10 @@ class Zero1(torch.optim.Optimizer):
         self._new: list[ParameterChunk] = []  # which the base optimizer may not have seen
         # the chunks with a gradient, between the mean and the step
         self._stepped: list[ParameterChunk] | None = None
-        # on the CPU, whatever the default device: only its defaults are used
-        prototype = optimizer_class([nn.Parameter(torch.zeros(1, device="cpu"))], **options)
-        super().__init__(params, prototype.defaults)
+        # on the CPU, whatever the default device: only its defaults are used, and the groups of one that makes its own
+        own = own_parts(optimizer_class)
+        prototype = optimizer_class(params if own else [nn.Parameter(torch.zeros(1, device="cpu"))], **options)
+        super().__init__(prototype.param_groups if own else params, prototype.defaults)
         steppers = current().steppers
         steppers[:] = [other for other in steppers if other() is not None] + [ref(self)]
 

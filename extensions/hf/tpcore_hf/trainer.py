@@ -22,6 +22,7 @@ from tpcore.layers.module import move_model_to_device
 from tpcore.runtime.consensus import gather
 from tpcore.runtime.context import current
 from tpcore.runtime.random import mixed, seeded
+from tpcore.train.muon import Muon
 from tpcore.train.parameters import name_parameters
 from tpcore.train.pipeline import PipelinedLayers
 from tpcore.train.zero import Zero1
@@ -136,6 +137,11 @@ class Trainer(transformers.Trainer):
     def create_optimizer(self, model: Any = None) -> Any:
         """The one that the arguments name; by the names of its parameters any mesh loads its state."""
         supplied = self.optimizer is not None
+        kind, options = self.optimizer_cls_and_kwargs or (None, {})
+        if isinstance(kind, type) and issubclass(kind, Muon) and not supplied:
+            # by names, which transformers' groups lack
+            named = [(n, p) for n, p in (model or self.model).named_parameters() if p.requires_grad]
+            self.optimizer = kind(named, **{"lr": self.args.learning_rate, **options})
         optimizer = super().create_optimizer(model)
         name_parameters(optimizer, self.model)
         if self._zero1 is not False and not supplied:

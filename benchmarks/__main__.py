@@ -13,6 +13,7 @@ TINY = {
     "mlp_block": "--size tiny --rounds 1 --warm 0",
     "cross_entropy": "--size tiny --rounds 1 --warm 0",
     "optimizer": "--size tiny --dp 2 --rounds 1 --steps 1 --warm 0",
+    "muon": "--size tiny --rounds 1 --warm 0",
     "serve": "--size tiny --shapes 2x8 --rounds 1 --warm 0 --loads 1 --calls 20",
     "linears": "--rows 2 --layers 1 --hidden 64 --rounds 1",
     "generate": "--size tiny --rounds 2 --warm 1",

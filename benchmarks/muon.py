@@ -12,6 +12,7 @@ import argparse
 from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +52,8 @@ def model_of(size: str, *, sharded: bool) -> nn.Module:
 
 def gradients_of(model: nn.Module) -> dict[Tensor, Tensor]:
     """The same of every contestant: this rank's shards."""
-    made, drawn = torch.Generator().manual_seed(1), {}
+    made = torch.Generator().manual_seed(1)
+    drawn: dict[Tensor, Tensor] = {}
     for p in model.parameters():
         mark = sharding(p)
         whole = torch.randn(p.shape if mark is None else mark.layout.shape, generator=made)
@@ -65,11 +67,12 @@ class Both(torch.optim.Optimizer):
     def __init__(self, model: nn.Module) -> None:
         matrices = [p for p in model.parameters() if p.ndim == 2]
         super().__init__(matrices, {})
-        self._parts = torch.optim.Muon(matrices, lr=LR), torch.optim.AdamW(
-            [p for p in model.parameters() if p.ndim != 2], lr=LR
+        self._parts = (
+            torch.optim.Muon(matrices, lr=LR),
+            torch.optim.AdamW([p for p in model.parameters() if p.ndim != 2], lr=LR),
         )
 
-    def step(self, closure: object = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for part in self._parts:
             part.step()
 
@@ -97,7 +100,9 @@ def job(rank: int, options: Namespace) -> None:
         makes["tpcore, Zero1"] = (False, lambda m: tpcore.Zero1(tpcore.Muon, m.named_parameters(), lr=LR))
     models = {name: model_of(options.size, sharded=sharded) for name, (sharded, _) in makes.items()}
     entries = [contestant(name, models[name], make(models[name])) for name, (_, make) in makes.items()]
-    result = race(f"{options.over} 2, {options.size}", entries, options.rounds or SIZES[options.size][3], 1, options.warm)
+    result = race(
+        f"{options.over} 2, {options.size}", entries, options.rounds or SIZES[options.size][3], 1, options.warm
+    )
     say(table(result, "torch, unsharded"))
     floor = dict(models["torch, unsharded"].named_parameters())
     for name, model in models.items():

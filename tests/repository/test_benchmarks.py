@@ -61,6 +61,7 @@ LONG: dict[str, list[str]] = {
         *("| DDP, ZeroRedundancyOptimizer |", "| FSDP2, AdamW |", "| tpcore, Zero1 |"),
         "in the end all 5 hold equal weights",
     ],
+    f"muon {TINY['muon']}": [*("| tpcore, blocks |", "| tpcore, Zero1 |", "hold equal weights")],
     # quantized layers themselves: tests/extensions/hf/test_quantized.py
     f"decoding {TINY['decoding']}": ["int8 over bfloat16, tp=2: ", "MiB of parameters on a rank"],
     # the others start processes for a minute and a half

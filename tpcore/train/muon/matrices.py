@@ -33,7 +33,7 @@ class NewtonSchulz(NamedTuple):
         """``matrix`` has this dtype already."""
         a, b, c = self.coefficients
         wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT
-        x = wide / wide.norm().clamp(min=self.eps)
+        x: Tensor = wide / wide.norm().clamp(min=self.eps)
         for _ in range(self.steps):
             gram = x @ x.mT
             x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property, lru_cache
@@ -18,14 +19,17 @@ from .slices import Box, Region, Share, narrowed, offset
 
 @dataclass(frozen=True)
 class Slot:
-    """Slot ``index`` of ``of`` slots that are spread in order over ``axis``: one layer on its stage."""
+    """Slot ``index`` of ``of`` slots that are spread in order over ``axis``: one layer on its stage. ``ends``: the
+    first slot behind each coordinate, on a mesh of as many; on others they are spread evenly."""
 
     axis: str
     index: int
     of: int
+    ends: tuple[int, ...] = ()
 
     def coordinate(self, mesh: Mesh) -> int:
-        return self.index * mesh.axes.get(self.axis, 1) // self.of
+        size = mesh.axes.get(self.axis, 1)
+        return bisect_right(self.ends, self.index) if len(self.ends) == size else self.index * size // self.of
 
 
 @dataclass(frozen=True)
@@ -188,7 +192,8 @@ class Layout:
             AxisCut(tuple(map(str, c["axes"])), ShardSpec.from_json({**c, "shape": shape})) for c in data["cuts"]
         )
         slot = data.get("slot")
-        return cls(shape, cuts, None if slot is None else Slot(str(slot[0]), int(slot[1]), int(slot[2])))
+        ends = () if slot is None else tuple(map(int, (*slot, ())[3]))
+        return cls(shape, cuts, None if slot is None else Slot(str(slot[0]), int(slot[1]), int(slot[2]), ends))
 
     def __str__(self) -> str:
         size = "x".join(map(str, self.shape)) or "scalar"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -63,6 +63,7 @@ class ParallelizeOptions:
     expert_parallel: bool
     sending: Dispatch
     num_microbatches: int | None
+    layers_per_stage: Sequence[int] | str | None
     stages: int
 
 
@@ -76,6 +77,7 @@ def parallelize(
     capacity_factor: float | None = None,
     context_parallel: str | None = None,
     num_microbatches: int | None = None,
+    layers_per_stage: Sequence[int] | str | None = None,
     lazy_from: str | os.PathLike[str] | None = None,
     quantize: torch.dtype | None = None,
     ctx: ParallelContext | None = None,
@@ -106,7 +108,9 @@ def parallelize(
             of cp passes the same whole sequences, the model takes its tokens of them, and the loss is that of the whole
             batch.
         num_microbatches: required at ``pp`` above 1: the model's layers become ``tpcore.PipelinedLayers``, each stage
-            keeps its own, and stages and tp together shard the vocabulary. The optimizer has to be made afterwards.
+            keeps its own, and stages and tp together shard the vocabulary, so that embedding and head take no
+            stage longer than another. The optimizer has to be made afterwards.
+        layers_per_stage: on eager backends, a number of layers for each stage, or "balanced": as of ``PipelinedLayers``.
         lazy_from: a directory of safetensors or ``.bin`` files from which each rank reads its part; default: the
             directory of ``from_pretrained`` in ``tpcore.lazy()``.
         quantize: ``torch.int8`` or ``torch.float8_e4m3fn``, to which the weights of linear layers, heads excepted, are
@@ -126,9 +130,8 @@ def parallelize(
 
         adapters = aside(model)
     sending, stages = Dispatch(dispatch, capacity_factor), number_of_stages(context, num_microbatches)
-    options = ParallelizeOptions(
-        context, dict(plan or {}), sequence_parallel, expert_parallel, sending, num_microbatches, stages
-    )
+    staging = num_microbatches, layers_per_stage, stages
+    options = ParallelizeOptions(context, dict(plan or {}), sequence_parallel, expert_parallel, sending, *staging)
     with use(context), adapters as base:
         checked_model(base)
         quantized.check(base, quantize, staged=staged)
@@ -165,7 +168,7 @@ def _change(
     layers = _replace(model, cuts, options) if cuts else []
     dispatch_by(model, sending)
     summary = _summary(model, sending.capacity_factor)
-    cuts = into_stages(model, cuts, options.num_microbatches)
+    cuts = into_stages(model, cuts, options.num_microbatches, options.layers_per_stage)
     if comm.size * options.stages > 1 or cuts:
         _connect(model, cuts, comm, rules, options.sequence_parallel)
         experts = context.comm(*context.mesh.present(("ep",)))

@@ -193,3 +193,41 @@ def test_a_name_that_no_stage_has_is_refused_at_any_number_of_stages(tmp_path: P
         where = tmp_path / "c"
         run_ranks(Mesh({"pp": 1, "dp": 1, "tp": 1}), lambda ctx: tpcore.checkpoint.save({"model": state}, where))
     run_ranks(Mesh({"pp": pp, "dp": 1, "tp": 1}), rank)
+
+
+def one_layer_of_experts() -> Any:
+    """Layers of which the last has experts."""
+    sizes = {**TINY, "num_hidden_layers": 3, "head_dim": 8, "num_key_value_heads": 4, "mlp_only_layers": [0, 1]}
+    experts = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
+    config = transformers.Qwen3MoeConfig(**sizes, **experts, experts_implementation="eager")
+    return transformers.Qwen3MoeForCausalLM(config)
+
+
+@pytest.mark.parametrize(
+    ("make", "per_stage", "want"),
+    [
+        (lambda: hf.llama(num_hidden_layers=5), "balanced", [3, 2]),
+        (lambda: hf.llama(num_hidden_layers=5), [1, 4], [1, 4]),
+        (one_layer_of_experts, "balanced", [2, 1]),
+    ],
+)
+def test_stages_of_different_numbers_of_layers(make: Any, per_stage: Any, want: list[int], tmp_path: Path) -> None:
+    whole = hf.double(make)
+    loss = whole(**text()).loss
+    loss.backward()
+
+    def rank(ctx: tpcore.ParallelContext) -> int:
+        model: Any = hf.double(make)
+        tpcore.parallelize(model, num_microbatches=2, layers_per_stage=per_stage)
+        got = model(**text()).loss
+        got.backward()
+        torch.testing.assert_close(got, loss, **ROUNDS)
+        assert_same_gradients(model, whole, ctx, **ROUNDS)
+        assert model.num_parameters() == whole.num_parameters()
+        model.save_pretrained(tmp_path)
+        return len(list(model.model.layers.children()))
+
+    assert run_ranks(Mesh({"pp": 2, "dp": 1, "tp": 2}), rank)[::2] == want
+    again = type(whole).from_pretrained(tmp_path, dtype=torch.float64)
+    for (name, p), q in zip(again.named_parameters(), whole.parameters(), strict=True):
+        assert torch.equal(p, q), name

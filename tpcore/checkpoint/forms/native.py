@@ -28,6 +28,7 @@ class Native(Source):
     """A directory with a valid manifest. Files are opened at first use and closed with ``stack``."""
 
     form = "tpcore checkpoint"
+    restages = True
 
     def __init__(self, path: str, how: Reading, stack: ExitStack) -> None:
         self.path, self.model_key, self.stack = os.path.realpath(path), how.model_key, stack

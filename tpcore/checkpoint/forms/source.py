@@ -77,6 +77,8 @@ class Source(ABC):
     sharded = True
     mixed = False
     """Whether some tensors of the original model are stored only fused or reordered."""
+    restages = False
+    """Whether it opens on as many stages of other layers, optimizers' states included."""
     save_id = ""
     """Identifies one save, or is empty. All ranks of a job must have opened the same save."""
 

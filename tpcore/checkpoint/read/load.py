@@ -66,6 +66,10 @@ class Loading:
         same = self._sharded and source.tp == axes.get("tp", 1) and not restaged
         tp_rank, pp_rank = at.get("tp", 0) if same else None, at.get("pp", 0) if self._sharded else 0
         stage = source.entries_of_all(spec_of, names) if restaged else source.stage(pp_rank, tp_rank, spec_of)
+        if not restaged and source.pp > 1 and model is not None and self._sharded and source.restages:
+            # as many stages of other layers
+            restaged = (stage.model() or {}).keys() != model.entries.keys()
+            stage = source.entries_of_all(spec_of, names) if restaged else stage
         other_degree = model is None and optimizer is not None and tp_rank is None and not restaged
         if other_degree and (states := stage.states()) is not None:
             self._rest = stage.entries(self._memory, stage.bound() if self._sharded else ())

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
+from itertools import accumulate
 from typing import Any
 
 from torch import nn
 
 Signature = dict[str, Any]
+BALANCED = "balanced"
 
 
 def check_layers(layers: Sequence[nn.Module], stages: int) -> None:
@@ -20,16 +23,10 @@ def check_layers(layers: Sequence[nn.Module], stages: int) -> None:
         near = sorted({count // stages * stages, -(-count // stages) * stages} - {0})
         raise ValueError(
             f"{count} layers do not divide into pp={stages} stages, which must run one program: pp of "
-            f"{_any(fit)} would do, or a model of {_any(near)} layers"
+            f"{_any(fit)} would do, or a model of {_any(near)} layers, or on eager backends "
+            f"layers_per_stage={BALANCED!r}"
         )
-    owners: dict[int, int] = {}
-    for i, layer in enumerate(layers):
-        for name, p in layer.named_parameters():
-            if owners.setdefault(id(p), i) != i:
-                raise ValueError(
-                    f"layers {owners[id(p)]} and {i} share a parameter, {name}: they would be on two stages "
-                    "that do not add its gradients up"
-                )
+    check_own_parameters(layers)
     signatures = [_signature(layer) for layer in layers]
     for i, signature in enumerate(signatures):
         j = i % (count // stages)
@@ -41,6 +38,49 @@ def check_layers(layers: Sequence[nn.Module], stages: int) -> None:
                 "Stages run one program: a pattern of layers must repeat on each of them, so pp has to "
                 "divide the number of times that it occurs"
             )
+
+
+def check_own_parameters(layers: Sequence[nn.Module]) -> None:
+    """Raise ValueError for layers that share a parameter."""
+    owners: dict[int, int] = {}
+    for i, layer in enumerate(layers):
+        for name, p in layer.named_parameters():
+            if owners.setdefault(id(p), i) != i:
+                raise ValueError(
+                    f"layers {owners[id(p)]} and {i} share a parameter, {name}: they would be on two stages "
+                    "that do not add its gradients up"
+                )
+
+
+def ends_of(layers: Sequence[nn.Module], per_stage: Sequence[int] | str, stages: int) -> tuple[int, ...]:
+    """The number of the first layer behind each stage. ``per_stage``: numbers of layers, or BALANCED: those of which
+    the largest stage has the fewest parameters. ValueError for numbers that are not those of the layers."""
+    if per_stage == BALANCED and len(layers) >= stages:
+        counts = _balanced([sum(p.numel() for p in layer.parameters()) for layer in layers], stages)
+    else:
+        counts = () if isinstance(per_stage, str) else tuple(per_stage)
+    if len(counts) != stages or sum(counts) != len(layers) or not all(count > 0 for count in counts):
+        raise ValueError(
+            f"layers_per_stage={per_stage!r} does not divide {len(layers)} layers into pp={stages} stages of one layer "
+            f"or more: give {stages} numbers whose sum is {len(layers)}, or {BALANCED!r}"
+        )
+    return tuple(accumulate(counts))
+
+
+def _balanced(sizes: Sequence[int], stages: int) -> tuple[int, ...]:
+    """Numbers of neighbours in each of ``stages`` runs, of which the largest sum is the smallest possible."""
+
+    @cache
+    def best(start: int, runs: int) -> tuple[int, tuple[int, ...]]:
+        if runs == 1:
+            return sum(sizes[start:]), (len(sizes) - start,)
+        found = []
+        for count in range(len(sizes) - start - runs + 1, 0, -1):
+            largest, rest = best(start + count, runs - 1)
+            found.append((max(largest, sum(sizes[start : start + count])), (count, *rest)))
+        return min(found, key=lambda each: each[0])
+
+    return best(0, stages)[1]
 
 
 def _any(numbers: Sequence[int]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -18,11 +18,19 @@ from ...layout.layout import Layout, Slot
 from ...runtime import random
 from ...runtime.context import current
 from ...runtime.digests import WHOLE_BATCH, compare_ranks
-from .alike import check_layers, one_call_for_all
+from .alike import check_layers, check_own_parameters, ends_of, one_call_for_all
 from .schedule import Recomputed, Schedule, is_microbatch, tick, where
 from .stage import LayerArguments, StageLayers, check_count, check_divides, check_told_apart
 
 Instead = Callable[[Tensor, LayerArguments], Tensor]
+
+
+def copy_to_meta(layer: nn.Module) -> dict[str, Tensor]:
+    """Its parameters and buffers, without values."""
+    copies: dict[str, Tensor] = {name: torch.empty_like(t, device="meta") for name, t in layer.named_buffers()}
+    for name, p in layer.named_parameters():
+        copies[name] = nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
+    return copies
 
 
 class PipelinedLayers(nn.Module):
@@ -40,9 +48,12 @@ class PipelinedLayers(nn.Module):
 
     ``recompute``: keep only the input of each microbatch, and run the layers again in backward. ``cut_programs``: on
     lazy backends each tick ends a program, so that one program serves all microbatches and no compiler merges the
-    recomputation with the first computation. Dropout draws different numbers for each microbatch and stage, and the
-    same ones in the recomputation. Raises ValueError for layers that differ, and for numbers of layers or examples
-    that do not divide. In eval mode and without gradients one stage takes any batch, as in a traced model.
+    recomputation with the first computation. ``layers_per_stage``: on eager backends, a number for each stage, whose
+    layers need not be alike, or "balanced": those of which the largest stage has the fewest parameters.
+
+    Dropout draws different numbers for each microbatch and stage, and the same ones in the recomputation. Raises
+    ValueError for layers that differ, and for numbers of layers or examples that do not divide. In eval mode and
+    without gradients one stage takes any batch, as in a traced model.
     """
 
     def __init__(
@@ -53,19 +64,34 @@ class PipelinedLayers(nn.Module):
         recompute: bool = True,
         shared: Collection[str] | None = None,
         cut_programs: bool = True,
+        layers_per_stage: Sequence[int] | str | None = None,
     ) -> None:
         super().__init__()
         self.context = ctx = current()
         self.pp = ctx.comm("pp")
         all_layers = list(layers)
         self.num_layers, self.num_microbatches = len(all_layers), check_count(num_microbatches)
-        check_layers(all_layers, self.pp.size)
+        self._ends: tuple[int, ...] = ()
+        self.elsewhere: dict[str, dict[str, Tensor]] = {}
+        """Shapes of other stages' layers, if these need not be like those here: parameters and buffers by name."""
+        if layers_per_stage is None or not all_layers:
+            check_layers(all_layers, self.pp.size)
+        else:
+            self._ends = ends_of(all_layers, layers_per_stage, self.pp.size)
+            check_own_parameters(all_layers)
+            if not self.pp.eager:
+                raise ValueError(
+                    f"layers_per_stage={layers_per_stage!r} on a lazy backend, where all stages run one program: leave "
+                    "it out, and let pp divide the number of layers"
+                )
         if self.pp.size > 1 or num_microbatches > 1:
             one_call_for_all(all_layers)
         self.recompute, self.shared, self.cut_programs = recompute, shared, cut_programs
         for i, layer in enumerate(all_layers):
             if self._slot(i).coordinate(ctx.mesh) == ctx.coord("pp"):
                 self.add_module(str(i), layer)
+            elif self._ends:
+                self.elsewhere[str(i)] = copy_to_meta(layer)
         self.stage = StageLayers(self._modules, ctx.coord("pp"))
         self._instead: Instead | None = None
         self._compared: set[str] = set()
@@ -211,7 +237,7 @@ class PipelinedLayers(nn.Module):
         return random.draw() if self.training else None
 
     def _slot(self, number: int) -> Slot:
-        return Slot("pp", number, self.num_layers)
+        return Slot("pp", number, self.num_layers, self._ends)
 
     def mark_places(self) -> None:
         """Mark parameters and buffers with their stage. Call it again after they are replaced."""

@@ -6,7 +6,7 @@ from the stage's input. Inputs are stored by tick, in the same way on all ranks;
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal
 
@@ -273,7 +273,9 @@ class PipelineModel:
         return Lockstep(self, batches, seed, weight, train=train).run(end_tick)
 
 
-def pipelined_layers(model: nn.Module, num_microbatches: int) -> PipelinedLayers:
+def pipelined_layers(
+    model: nn.Module, num_microbatches: int, layers_per_stage: Sequence[int] | str | None = None
+) -> PipelinedLayers:
     """The PipelinedLayers of ``model``. If it has none, they replace its only list of layers."""
     pipelined = [m for m in model.modules() if isinstance(m, PipelinedLayers)]
     if len(pipelined) > 1:
@@ -281,7 +283,7 @@ def pipelined_layers(model: nn.Module, num_microbatches: int) -> PipelinedLayers
     if not pipelined:
         owner, name = find_layers(model)
         blocks: Any = owner.get_submodule(name)
-        layers = PipelinedLayers(blocks.children(), num_microbatches)
+        layers = PipelinedLayers(blocks.children(), num_microbatches, layers_per_stage=layers_per_stage)
         become(blocks, layers)
         vars(blocks)["_modules"] = vars(layers)["_modules"]
         pipelined = [blocks]

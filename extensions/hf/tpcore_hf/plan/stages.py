@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -25,11 +26,13 @@ def number_of_stages(ctx: ParallelContext, num_microbatches: int | None) -> int:
     return stages
 
 
-def into_stages(model: nn.Module, cuts: list[Cut], num_microbatches: int | None) -> list[Cut]:
+def into_stages(
+    model: nn.Module, cuts: list[Cut], num_microbatches: int | None, layers_per_stage: Sequence[int] | str | None
+) -> list[Cut]:
     """Keep only this stage's layers in the model; return the cuts of modules that it still has."""
     if num_microbatches is None:
         return cuts
-    layers = pipelined_layers(model, num_microbatches)
+    layers = pipelined_layers(model, num_microbatches, layers_per_stage)
     layers.shared = ("cache_position",)  # whose first dim is never the batch
     if takes(model, "use_cache"):
         model.register_forward_pre_hook(_no_cache, with_kwargs=True)

@@ -14,6 +14,7 @@ from tpcore.layers import ParallelEmbedding
 from tpcore.layers.sharding import sharding
 from tpcore.train.pipeline import PipelinedLayers
 
+_PARAMETERS = nn.Module.named_parameters
 _FIGURES = ("num_parameters", "get_memory_footprint", "get_nb_trainable_parameters")
 
 
@@ -47,8 +48,12 @@ def _named(walk: Callable[..., Any], model: nn.Module, *_: Any, **__: Any) -> It
         whole = nn.Parameter(whole, t.requires_grad) if isinstance(t, nn.Parameter) else whole
         names = [name]
         for prefix, layers in stages.items():
-            if name.startswith(prefix):
+            if name.startswith(prefix) and not layers.elsewhere:
                 number, _, rest = name.removeprefix(prefix).partition(".")
                 here = len(list(layers.children()))
                 names = [f"{prefix}{i}.{rest}" for i in range(int(number) % here, layers.num_layers, here)]
         yield from ((each, whole) for each in names)
+    for prefix, layers in stages.items():
+        for number, tensors in layers.elsewhere.items():
+            of_kind = [name for name, t in tensors.items() if isinstance(t, nn.Parameter) == (walk is _PARAMETERS)]
+            yield from ((f"{prefix}{number}.{name}", tensors[name]) for name in of_kind)

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass
+from itertools import chain
+from types import ModuleType
 from typing import Any
 
+import accelerate.utils
 from torch import Tensor, nn
 from transformers import TrainingArguments, set_seed
 
 from tpcore.errors import extra
 from tpcore.layers import ColumnParallelLinear
+from tpcore.runtime.consensus import gather as gather_values
+from tpcore.runtime.context import current, is_initialized
 
+from . import parallelize
+from .accelerate import Accelerator
 from .shard.loss import READS_WHOLE_HEAD
 from .trainer import Trainer
 
 with extra("trl", "tpcore_hf.trl"):
     import trl as _trl  # type: ignore[import-not-found, unused-ignore]
+    from trl.trainer import grpo_trainer, rloo_trainer  # type: ignore[import-not-found, unused-ignore]
 
-__all__ = ["DPOTrainer", "SFTConfig", "SFTTrainer"]
+__all__ = ["DPOTrainer", "GRPOTrainer", "KTOTrainer", "RLOOTrainer", "RewardTrainer", "SFTConfig", "SFTTrainer"]
 
 trl: Any = _trl  # which loads its classes by name
 SFTConfig = trl.SFTConfig
@@ -47,7 +56,7 @@ def _with_whole_head(model: Any) -> None:
     Every rank then computes the whole loss. ValueError for a head that gets parts of the tokens.
     """
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
-    head, forward = model.get_output_embeddings(), model.forward
+    head, forward = getattr(model, "get_output_embeddings", lambda: None)(), model.forward
     if not isinstance(head, ColumnParallelLinear):
         return
     if head.input_is_copied or head.sequence_dim is not None:
@@ -89,3 +98,68 @@ class SFTTrainer(_Sharded, trl.SFTTrainer):  # type: ignore[misc, unused-ignore]
 
 class DPOTrainer(_Sharded, trl.DPOTrainer):  # type: ignore[misc, unused-ignore]
     """``trl.DPOTrainer``, in the same way. ``ref_model`` is sharded too, or left out with adapters."""
+
+
+class RewardTrainer(_Sharded, trl.RewardTrainer):  # type: ignore[misc, unused-ignore]
+    """``trl.RewardTrainer``, in the same way, for a sharded model with one label."""
+
+
+class KTOTrainer(_Sharded, trl.KTOTrainer):  # type: ignore[misc, unused-ignore]
+    """``trl.KTOTrainer``, in the same way. As in TRL the pairs of its KL term are those of a rank's batch, and depend
+    on the number of data-parallel ranks."""
+
+
+def gather(tensor: Tensor) -> Any:
+    """accelerate's function, which TRL calls by itself: over the ranks that have other examples, if there is a mesh."""
+    return Accelerator.gather(None, tensor) if is_initialized() else accelerate.utils.gather(tensor)  # type: ignore[arg-type]
+
+
+def gather_object(values: list[Any]) -> list[Any]:
+    """The same of lists."""
+    if not is_initialized():
+        return list(accelerate.utils.gather_object(values))
+    return [*chain.from_iterable(gather_values(values, current().batch))]
+
+
+def create_model_from_path(path: Any, *args: Any, **kwargs: Any) -> Any:
+    """TRL's function, by which it loads the weights before training as the reference of a KL term: sharded too."""
+    model = trl.trainer.utils.create_model_from_path(path, *args, **kwargs)
+    return parallelize(model) if is_initialized() and current().mesh.axes.get("tp", 1) > 1 else model
+
+
+def _on_mesh(module: ModuleType) -> None:
+    for function in (gather, gather_object, create_model_from_path):
+        if not hasattr(module, function.__name__):
+            raise ImportError(
+                f"{module.__name__} of trl {trl.__version__} lacks {function.__name__}, which tpcore sets"
+            )
+        setattr(module, function.__name__, function)
+
+
+for _module in (grpo_trainer, rloo_trainer):
+    _on_mesh(_module)
+
+
+class _Generating(_Sharded):
+    """What the trainers that generate have in common. Ranks of one tp group sample the same tokens."""
+
+    def __init__(self, model: Any, *more: Any, args: Any, **kwargs: Any) -> None:
+        # the configuration counts each process for a batch of its own
+        args = copy(args)
+        ranks = current().batch.size
+        args.generation_batch_size = args.per_device_train_batch_size * ranks * args.steps_per_generation
+        if args.generation_batch_size % args.num_generations:
+            raise ValueError(
+                f"{args.generation_batch_size} completions, of per_device_train_batch_size="
+                f"{args.per_device_train_batch_size} on {ranks} data-parallel ranks times steps_per_generation="
+                f"{args.steps_per_generation}, are no whole groups of num_generations={args.num_generations}"
+            )
+        super().__init__(model, *more, args=args, **kwargs)
+
+
+class GRPOTrainer(_Generating, trl.GRPOTrainer):  # type: ignore[misc, unused-ignore]
+    """``trl.GRPOTrainer``, in the same way. The reference of a KL term (``beta``) is loaded as by TRL, and sharded."""
+
+
+class RLOOTrainer(_Generating, trl.RLOOTrainer):  # type: ignore[misc, unused-ignore]
+    """``trl.RLOOTrainer``, in the same way."""

@@ -38,6 +38,7 @@ from .plan.decisions import Cut, attentions, check_inside, decide
 from .plan.heads import check_fit, gather_attentions, head_size, heads_argument, localize
 from .plan.inputs import is_own
 from .plan.model import checked_model, rules_of
+from .plan.padded import with_padding
 from .plan.rules import Rule, checked, rule_of, wildcard
 from .plan.stages import into_stages, number_of_stages
 from .sequence.context_parallel import context_of, cut_context
@@ -194,6 +195,7 @@ def _decided(model: nn.Module, options: ParallelizeOptions) -> tuple[Mapping[str
     if tp * options.stages == 1:
         cuts = of_experts  # where steps are compiled, they are one program at tp=1 too
     if tp > 1:
+        cuts = with_padding(model, cuts, tp)
         check_inside(model, cuts, rules)
     check_fit(type(model).__name__, [need for cut in cuts for need in cut.needs], tp)
     return rules, cuts
@@ -206,11 +208,12 @@ def _replace(model: nn.Module, cuts: list[Cut], options: ParallelizeOptions) -> 
     all_heads = {owner: width // (head_size(owner) or 1) for owner, width, _ in heads}
     layers = replace(model, cuts, _groups(model, context, options.stages))
     _watch(model, cuts, options.plan, context)
+    padded = {owner: cuts[0].padded for owner, _, cuts in heads if cuts[0].padded}
     for owner, width, projections in heads:
         if any(cut.module is owner and cut.style == styles.HEADS_ARGUMENT for cut in cuts):
             owner.register_forward_pre_hook(partial(heads_argument, comm, all_heads[owner]), with_kwargs=True)
-        localize(owner, comm.size, max(cut.copies(comm.size) for cut in projections), width)
-    gather_attentions(model, all_heads, comm)
+        localize(owner, comm.size, max(cut.copies(comm.size) for cut in projections), width, padded.get(owner))
+    gather_attentions(model, all_heads, {owner: here.queries for owner, here in padded.items()}, comm)
     return layers
 
 

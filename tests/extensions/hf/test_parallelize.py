@@ -290,9 +290,9 @@ def test_groups_of_heads_stay_together(tp: int) -> None:
 
 def test_all_misfits_are_named_with_the_degrees_that_fit() -> None:
     hf.refused(
-        "tp=4 does not fit LlamaForCausalLM: .*gate_proj has 62 features.*q_proj has 6 heads.*Degrees that fit: 1, 2$",
+        "tp=8 does not fit LlamaForCausalLM: .*gate_proj has 62 features.*q_proj has 6 heads.*Degrees that fit: 1, 2$",
         lambda: llama(intermediate_size=62, hidden_size=48, num_attention_heads=6),
-        {"tp": 4},
+        {"tp": 8},
     )
 
 

@@ -16,7 +16,7 @@ from tpcore.layout.shard import Block, ShardSpec
 
 from ..experts.layers import specs_of
 from . import rules as plan
-from .heads import Need, fused, grouped, groups, head_size
+from .heads import LocalHeads, Need, fused, grouped, groups, head_size
 from .rules import Rule, rule_of, unknown_style, wildcard
 
 LINEAR = frozenset(
@@ -39,6 +39,8 @@ class Cut:
     needs: tuple[Need, ...] = ()
     specs: Mapping[str, ShardSpec] | None = None
     """Of the module's own bare parameters, for experts."""
+    padded: LocalHeads | None = None
+    """The heads of a rank, some ranks' of zeros, where tp does not divide them."""
 
     @property
     def owner(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -48,12 +48,13 @@ class LocalConfig:
 
     whole: Any
     ranks: int
+    heads: int | None = None
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in ("whole", "ranks"):  # a copy is asked before it has its fields
+        if name.startswith("__") or name in ("whole", "ranks", "heads"):  # a copy is asked before it has its fields
             raise AttributeError(name)
         value = getattr(self.whole, name)
-        return value // self.ranks if name in _HEAD_COUNT else value
+        return (self.heads or value // self.ranks) if name in _HEAD_COUNT else value
 
 
 def heads_argument(comm: Comm, heads: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -113,21 +114,39 @@ def fused(name: str, owner: nn.Module, size: int, queries: int) -> tuple[tuple[B
     return tuple(block for block, _ in parts), [need for _, need in parts]
 
 
-def localize(owner: nn.Module, n: int, copies: int, width: int) -> None:
+class LocalHeads(NamedTuple):
+    """The numbers of heads that one rank computes, where some ranks' are zeros."""
+
+    queries: int
+    keys: int
+
+
+def localize(owner: nn.Module, n: int, copies: int, width: int, padded: LocalHeads | None = None) -> None:
     """Set the numbers of heads and features that ``owner``'s forward reads to those of one rank. ``copies``: how many
     ranks have each key and value head. ``width``: the features of all query heads."""
     for name, count in [(name, count) for name, count in vars(owner).items() if isinstance(count, int)]:
-        if name in _LOCAL and count % n == 0:
+        if padded is not None and name in (*_LOCAL, *_LOCAL_KV, *_LOCAL_WIDTH):
+            value = _padded(name, count, width, head_size(owner) or 1, padded)
+            setattr(owner, name, value)
+        elif name in _LOCAL and count % n == 0:
             setattr(owner, name, count // n)
         elif name in _LOCAL_KV:
             setattr(owner, name, max(1, count * copies // n))
         elif name in _LOCAL_WIDTH and count == width:
             setattr(owner, name, width // n)
     groups = getattr(owner, "num_key_value_groups", None)
-    if copies > 1 and isinstance(groups, int):
-        setattr(owner, "num_key_value_groups", groups // copies)  # noqa: B010  typed as a module otherwise
+    if (copies > 1 or padded is not None) and isinstance(groups, int):
+        groups = groups // copies if padded is None else padded.queries // padded.keys
+        setattr(owner, "num_key_value_groups", groups)  # noqa: B010  typed as a module otherwise
     if "config" in vars(owner):
-        setattr(owner, "config", LocalConfig(owner.config, n))  # noqa: B010  typed as a module otherwise
+        setattr(owner, "config", LocalConfig(owner.config, n, padded and padded.queries))  # noqa: B010  typed as a module otherwise
+
+
+def _padded(name: str, count: int, width: int, unit: int, padded: LocalHeads) -> int:
+    """What an attribute that was ``count`` says of a rank."""
+    if name in _LOCAL_KV:
+        return padded.keys
+    return {width // unit: padded.queries, width: padded.queries * unit}.get(count, count)
 
 
 @dataclass(frozen=True)
@@ -139,12 +158,14 @@ class Need:
     what: str
     shared: bool = False
     """Whether several ranks may have the same unit if there are more ranks than units."""
+    padded: bool = False
+    """Whether some ranks may have fewer units than others."""
 
     def __str__(self) -> str:
         return f"{wildcard(self.name)} has {self.count} {self.what.removesuffix('s' * (self.count == 1))}"
 
     def fits(self, n: int) -> bool:
-        return self.count % n == 0 or (self.shared and n % self.count == 0)
+        return self.count % n == 0 or (self.shared and n % self.count == 0) or (self.padded and n <= self.count)
 
 
 def check_fit(model: str, needs: Sequence[Need], tp: int) -> None:
@@ -190,17 +211,20 @@ class _Gather:
             )
         if weights.shape[1] not in self.heads:  # of an attention that every rank has whole
             return weights
-        whole = ops.gather(weights, self.comm, 1)
+        heads = self.heads[weights.shape[1]]  # padding is behind them
+        whole = ops.gather(weights, self.comm, 1).narrow(1, 0, heads)
         setattr(whole, _WHOLE, True)
         return whole
 
 
-def gather_attentions(model: nn.Module, heads: Mapping[nn.Module, int], comm: Comm) -> None:
+def gather_attentions(
+    model: nn.Module, heads: Mapping[nn.Module, int], local: Mapping[nn.Module, int], comm: Comm
+) -> None:
     """Return the weights of all heads where they are asked for. ``heads``: the number of all query heads of
-    each sharded attention."""
+    each sharded attention. ``local``: of a rank's, where some are padding."""
     from transformers import PreTrainedModel
 
     for part in model.modules():
-        inside = {heads[m] // comm.size: heads[m] for m in part.modules() if m in heads}
+        inside = {local.get(m, heads[m] // comm.size): heads[m] for m in part.modules() if m in heads}
         if inside and isinstance(part, PreTrainedModel):
             part.register_forward_hook(_Gather(comm, inside), with_kwargs=True)

@@ -99,9 +99,9 @@ def _parallel_layer(cut: Cut, comm: Comm) -> ParallelModule | None:
     column = (ColumnParallelConv1D if conv else ColumnParallelLinear).from_plain
     row = (RowParallelConv1D if conv else RowParallelLinear).from_plain
     make: dict[str, Callable[[nn.Module], ParallelModule]] = {
-        plan.COLUMN: partial(column, gather_output=False, blocks=cut.blocks, **options),
+        plan.COLUMN: partial(column, gather_output=False, blocks=cut.blocks, pad=cut.padded is not None, **options),
         plan.COLUMN_GATHERED: partial(column, gather_output=True, pad=True, **options),
-        plan.ROW: partial(row, input_is_parallel=True, **options),
+        plan.ROW: partial(row, input_is_parallel=True, blocks=cut.blocks or 1, pad=cut.padded is not None, **options),
         plan.ROW_SPLIT: partial(row, input_is_parallel=False, pad=True, **options),
         plan.PACKED_ROW: partial(row, input_is_parallel=True, blocks=cut.blocks, **options),
         plan.EMBEDDING_ROW: partial(_embedding, pad=True, **options),

@@ -111,7 +111,7 @@ def parallelize(
         num_microbatches: required at ``pp`` above 1: the model's layers become ``tpcore.PipelinedLayers``, each stage
             keeps its own, and stages and tp together shard the vocabulary, so that embedding and head take no
             stage longer than another. The optimizer has to be made afterwards.
-        layers_per_stage: on eager backends, a number of layers for each stage, or "balanced": as of ``PipelinedLayers``.
+        layers_per_stage: on eager backends, a number for each stage, or "balanced": as of ``PipelinedLayers``.
         lazy_from: a directory of safetensors or ``.bin`` files from which each rank reads its part; default: the
             directory of ``from_pretrained`` in ``tpcore.lazy()``.
         quantize: ``torch.int8`` or ``torch.float8_e4m3fn``, to which the weights of linear layers, heads excepted, are

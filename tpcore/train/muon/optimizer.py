@@ -39,21 +39,23 @@ class Muon(torch.optim.Optimizer):
     back in parts; what several ranks hold alike is dealt out to them. Matrices of one shape and layout are dealt out
     evenly, so that owners have equal work. A fused weight (q, k and v, or gate and up) is one matrix, in the form that
     files have; of a stack of experts each is one. The momentum is sharded as its parameter is, and a checkpoint opens
-    on any mesh. ``Zero1(Muon, model.named_parameters(), lr=...)`` keeps 1/dp of all state on each rank.
+    on any mesh. ``Zero1(Muon, model.named_parameters(), lr=...)`` keeps 1/dp of all state on each rank. Step by
+    ``tpcore.optimizer_step``; ``step`` is collective over dp, ep, cp and tp.
 
-    ``params``: ``model.named_parameters()``, or groups of such pairs. Each group becomes one for each rule, with a lr
-    of its own, which schedulers scale. ``rule(name, parameter)`` returns ``"muon"``, ``"adamw"``, ``"blocks"`` (Muon of
-    this rank's part as it is, without collectives over tp: another result on each mesh), or None for the default: Muon
-    for matrices, and for stacks of them with "expert" in the name; AdamW for all else, and by their names for
-    embeddings, heads and biases ("embed" in it, ``wte``, ``wpe``, ``shared``, ``lm_head``, ``head``, ``score``,
-    ``classifier``, ``qa_outputs``, ``proj_out``). A group may name its own: ``{"params": ..., "rule": "adamw"}``.
+    Args:
+        params: ``model.named_parameters()``, or groups of such pairs. Each group becomes one for each rule, with a lr
+            of its own, which schedulers scale; ``{"params": ..., "rule": "adamw"}`` names its own.
+        lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: of ``torch.optim.Muon``.
+        ns_dtype: of the orthogonalization, and of what is sent.
+        rule: of a name and a parameter: "muon", "adamw", "blocks" (Muon of this rank's part as it is, without
+            collectives over tp: another result on each mesh), or None for the default: Muon for matrices, and for
+            stacks of them with "expert" in the name; AdamW for all else, and by their names for embeddings, heads and
+            biases ("embed" in it, ``wte``, ``wpe``, ``shared``, ``lm_head``, ``head``, ``score``, ``classifier``,
+            ``qa_outputs``, ``proj_out``).
+        adamw: options of ``torch.optim.AdamW``; its lr is ``lr`` if they have none.
 
-    ``lr``, ``weight_decay``, ``momentum``, ``nesterov``, ``ns_coefficients``, ``eps``, ``ns_steps``, ``adjust_lr_fn``:
-    of ``torch.optim.Muon``. ``ns_dtype``: of the orthogonalization, and of what is sent. ``adamw``: options of
-    ``torch.optim.AdamW``; its lr is ``lr`` if they have none.
-
-    Step by ``tpcore.optimizer_step``. ValueError for parameters without names and rule, and for matrices whose parts
-    cannot be put together. ``step`` is collective over dp, ep, cp and tp.
+    Raises:
+        ValueError: for parameters without names and rule, and for matrices whose parts cannot be put together.
     """
 
     tpcore_steps_parts = frozenset({"momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"})

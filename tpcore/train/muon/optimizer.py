@@ -15,7 +15,7 @@ from ..zero.chunk import chunk_of
 from .matrices import Home, NewtonSchulz, home_of
 
 MUON, BLOCKS, ADAMW = RULES = ("muon", "blocks", "adamw")
-Rule = Callable[[str, Tensor], str | None]
+RuleOf = Callable[[str, Tensor], str | None]
 
 _TABLES = ("wte", "wpe", "shared", "lm_head", "head", "score", "classifier", "qa_outputs", "proj_out")
 _SCALES = {
@@ -73,7 +73,7 @@ class Muon(torch.optim.Optimizer):
         ns_steps: int = 5,
         adjust_lr_fn: str | None = None,
         ns_dtype: torch.dtype = torch.bfloat16,
-        rule: Rule | None = None,
+        rule: RuleOf | None = None,
         adamw: dict[str, Any] | None = None,
     ) -> None:
         self._rule = rule

@@ -321,7 +321,7 @@ def _first(output: Any) -> Tensor:
 
 
 def _some_loss(y: Tensor) -> Tensor:
-    return (y * torch.linspace(-1, 1, y.shape[-1], dtype=y.dtype)).square().mean()
+    return (y * torch.linspace(-1, 1, y.shape[-1], dtype=y.dtype, device=y.device)).square().mean()
 
 
 def distance(got: Tensor, want: Tensor) -> float:

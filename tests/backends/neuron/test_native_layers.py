@@ -1,43 +1,72 @@
-"""Layers and primitives of the native neuron backend over plain gloo: all of it but the calls of the device."""
+"""Layers on the stand-in for Neuron: each equals the plain module, and nothing is refused."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from helpers.rank_pool import RankPool
+from helpers.stand_in import FREE, UNDER, counted, ranks_on_the_stand_in  # noqa: F401  the fixture
+from helpers.tiers import tiers
+from torch import nn
+from torch.autograd import forward_ad
 
 import tpcore
-from tpcore.c10d.backend import C10dBackend
+from tpcore import Mesh, ParallelContext
 from tpcore.testing import matrix
-from tpcore.testing.kit import collectives
-from tpcore.testing.kit.samples import LOST
-from tpcore_neuron import NativeBackend
 
-SOME = [c for layer in matrix.AXES for dtype in ("fp32", "bf16") for c in matrix.cases(layer, dtype)[::29]]
+pytestmark = pytest.mark.xdist_group("native")
 
 
-class OnGloo(NativeBackend):
-    transport = "gloo"
-
-    def start(self, timeout: float) -> tuple[int, int]:
-        return C10dBackend.start(self, timeout)
-
-    def device(self) -> torch.device:
-        return torch.device("cpu")
-
-    def _random(self) -> object:
-        return torch
+def of_matrix(ctx: ParallelContext, dtype: str, every: int) -> tuple[list[str], dict[str, int]]:
+    refused = counted(ctx)
+    some = [case for layer in matrix.AXES for case in matrix.cases(layer, dtype)[::every]]
+    return list(matrix.run(ctx, some)), dict(refused)
 
 
-def on_gloo() -> list[str]:
-    ctx = tpcore.init(backend=OnGloo(), tp=2)
-    found = matrix.run(ctx, SOME)
-    for primitive in collectives.PRIMITIVES:
-        found += collectives.groups(ctx, primitive) + collectives.right_values(ctx, primitive, torch.float32, LOST)
-    tpcore.shutdown()
-    return found
+@pytest.mark.parametrize(
+    ("world", "dtype", "every"),
+    tiers([(2, "fp32", 29)], [(2, "fp32", 1), (4, "bf16", 3)], [(4, "fp32", 1), (8, "fp32", 3), (8, "fp16", 7)]),
+)
+@pytest.mark.parametrize("limits", tiers(["under"], drill=["free"]))
+def test_layers_equal_the_plain_modules(ranks: RankPool, world: int, dtype: str, every: int, limits: str) -> None:
+    how = UNDER if limits == "under" else FREE
+    found = ranks.run(Mesh({"dp": 1, "tp": world}), of_matrix, dtype, every, timeout=400.0, **how)
+    matrix.report([wrong for wrong, _ in found])
+    assert [refused for _, refused in found] == [{}] * world
 
 
-@pytest.mark.slow
-@pytest.mark.xdist_group("native")
-def test_layers_and_primitives() -> None:
-    assert tpcore.launch(on_gloo, 4) == [[]] * 4
+def tangents(ctx: ParallelContext) -> dict[str, int]:
+    """In forward mode, by torch.autograd and by torch.func."""
+    refused = counted(ctx)
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+    x = torch.randn(3, 4)
+    want = torch.func.jvp(plain, (x,), (x.cos(),))[1]
+    up = tpcore.ColumnParallelLinear.from_plain(plain[0], gather_output=False)
+    down = tpcore.RowParallelLinear.from_plain(plain[2], input_is_parallel=True)
+    layers = tpcore.layers.move_model_to_device(nn.Sequential(up, nn.Tanh(), down), ctx.device)
+    x = x.to(ctx.device)
+    with forward_ad.dual_level():
+        got = forward_ad.unpack_dual(layers(forward_ad.make_dual(x, x.cos()))).tangent
+        torch.testing.assert_close(got.cpu(), want)
+    torch.testing.assert_close(
+        torch.func.jvp(lambda x: x.tanh() * 2, (x,), (x,))[1].cpu(), 2 * x.cpu() / x.cpu().cosh() ** 2
+    )
+    return dict(refused)
+
+
+def test_forward_mode(ranks: RankPool) -> None:
+    assert ranks.run(Mesh({"dp": 1, "tp": 2}), tangents, **UNDER) == [{}] * 2
+
+
+def sparse(ctx: ParallelContext) -> str:
+    table = tpcore.layers.move_model_to_device(tpcore.ParallelEmbedding(8, 4, sparse=True), ctx.device)
+    with pytest.raises(NotImplementedError, match="has no sparse tensors, and sparse=True makes a sparse gradient"):
+        table(torch.tensor([1]).to(ctx.device))
+    with pytest.raises(NotImplementedError, match="no tensors of the layout"):
+        torch.zeros(1, device=ctx.device).to_sparse()
+    return "refused"
+
+
+def test_sparse_tensors_are_refused_before_backward(ranks: RankPool) -> None:
+    assert ranks.run(Mesh({"dp": 1, "tp": 2}), sparse, **UNDER) == ["refused"] * 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.rank_pool import RankPool
+from helpers.stand_in import FREE, UNDER, counted, ranks_on_the_stand_in  # noqa: F401  the fixture
 from helpers.tiers import tiers
 from torch import Tensor
 
@@ -22,23 +22,14 @@ from tpcore_neuron import NativeBackend
 from tpcore_neuron.settings import LIMITS
 from tpcore_neuron.stand_in.device import install
 from tpcore_neuron.stand_in.group import register
-from tpcore_neuron.stand_in.limits import SDK, TABLE, Refusals
+from tpcore_neuron.stand_in.limits import TABLE, Refusals
 
 pytestmark = pytest.mark.xdist_group("native")
-UNDER = {"env": {"TPCORE_NEURON_LIMITS": SDK}}
-CLOSE = {"rtol": 1e-4, "atol": 1e-5}  # float32 through two layers, sums in another order
-
-
-@pytest.fixture(scope="module", name="ranks")
-def ranks_on_the_stand_in() -> Iterator[RankPool]:
-    with RankPool(4, backend=NativeBackend) as pool:
-        yield pool
 
 
 def every_call(ctx: ParallelContext) -> tuple[list[str], dict[str, int]]:
     """The kit's checks of the primitives."""
-    refused = install().limits.refused
-    refused.clear()
+    refused = counted(ctx)
     wrong: list[str] = []
     for primitive in collectives.PRIMITIVES:
         wrong += collectives.groups(ctx, primitive)
@@ -169,7 +160,7 @@ def test_the_stand_in_refuses_and_narrows_what_its_table_says() -> None:
     # the first rank of a group of four, and an early device, need eight ranks and a process of their own
     assert set(of_table) - set(found) == {"first_rank", "spread_groups", "early_device"}
     free = [name for name in DIRECT if name not in ("unequal_parts", "empty")]
-    assert set(tpcore.launch(directly, 4, args=(free,), env={"TPCORE_NEURON_LIMITS": "none"})[0].values()) == {"False"}
+    assert set(tpcore.launch(directly, 4, args=(free,), **FREE)[0].values()) == {"False"}
 
 
 def early() -> str:
@@ -182,7 +173,7 @@ def early() -> str:
 
 @pytest.mark.slow
 def test_a_device_used_too_early_is_told_with_the_remedy() -> None:
-    assert "before anything is moved to the device" in tpcore.launch(early, 1, env={"TPCORE_NEURON_LIMITS": "2.33"})[0]
+    assert "before anything is moved to the device" in tpcore.launch(early, 1, **UNDER)[0]
 
 
 @pytest.mark.parametrize("value", ["1.0,x", "sometimes", "2.x"])

@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers import hf
+from helpers import families, hf
 from helpers.pipelines import part_of
 from helpers.rank_pool import RankPool
+from helpers.stand_in import CLOSE, FREE, UNDER, counted, ranks_on_the_stand_in  # noqa: F401  the fixture
 from helpers.tiers import tiers
 from torch import Tensor, nn
 
 import tpcore
 from tpcore import Mesh, ParallelContext
 from tpcore.layers import move_model_to_device
-from tpcore_neuron import NativeBackend
-from tpcore_neuron.stand_in.device import install
-from tpcore_neuron.stand_in.limits import SDK
 
 pytestmark = pytest.mark.xdist_group("native")
-UNDER = {"env": {"TPCORE_NEURON_LIMITS": SDK}}
-CLOSE = {"rtol": 1e-4, "atol": 1e-5}  # float32 through two layers, sums in another order
 
 
-@pytest.fixture(scope="module", name="ranks")
-def ranks_on_the_stand_in() -> Iterator[RankPool]:
-    with RankPool(4, backend=NativeBackend) as pool:
-        yield pool
+HOW = {"under": UNDER, "free": FREE}
 
 
 def batch() -> dict[str, Tensor]:
@@ -79,8 +72,7 @@ def plainly(name: str, layers: int) -> tuple[list[float], dict[str, Tensor]]:
 
 def trained(ctx: ParallelContext, name: str, zero: bool, options: dict[str, Any]) -> dict[str, int]:
     """What was refused in two steps, which are those of one process."""
-    device = install()
-    device.limits.refused.clear()
+    refused = counted(ctx)
     layers = ctx.mesh.axes.get("pp", 0)
     want, values = plainly(name, layers)
     model = tpcore.parallelize(made(name, layers), **options)
@@ -98,7 +90,7 @@ def trained(ctx: ParallelContext, name: str, zero: bool, options: dict[str, Any]
     for n, p in model.named_parameters():
         assert p.device.type == "neuron", n
         torch.testing.assert_close(p.detach().cpu(), part_of(values[n], p, ctx), **CLOSE)
-    return dict(device.limits.refused)
+    return dict(refused)
 
 
 JOBS: dict[str, tuple[dict[str, int], str, bool, dict[str, Any]]] = {
@@ -126,8 +118,7 @@ def adapted(ctx: ParallelContext) -> dict[str, int]:
 
     from tpcore_hf.peft import get_peft_model
 
-    refused = install().limits.refused
-    refused.clear()
+    refused = counted(ctx)
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"])
     both = []
     for whole in (True, False):
@@ -148,8 +139,7 @@ def adapted(ctx: ParallelContext) -> dict[str, int]:
 
 
 def written(ctx: ParallelContext, folder: str) -> dict[str, int]:
-    refused = install().limits.refused
-    refused.clear()
+    refused = counted(ctx)
     model = move_model_to_device(tpcore.parallelize(made("llama")), ctx.device)
     tpcore.checkpoint.save({"model": model.state_dict()}, folder)
     return dict(refused)
@@ -157,8 +147,7 @@ def written(ctx: ParallelContext, folder: str) -> dict[str, int]:
 
 def read(ctx: ParallelContext, folder: str) -> dict[str, int]:
     """On another mesh; and what it generates there."""
-    refused = install().limits.refused
-    refused.clear()
+    refused = counted(ctx)
     dense, model = made("llama"), made("llama")
     for p in model.parameters():
         p.detach().zero_()
@@ -185,11 +174,73 @@ def test_a_checkpoint_opens_on_another_mesh_and_generates(ranks: RankPool, tmp_p
     assert ranks.run(Mesh({"dp": 1, "tp": 2}), read, str(tmp_path / "saved"), **UNDER) == [{}] * 2
 
 
-QUICK = "cp ulysses", "ep"
+QUICK = ("cp ulysses", "under"), ("ep", "under")
+ALL = [(job, how) for how in HOW for job in JOBS]
 
 
-@pytest.mark.parametrize("job", tiers(QUICK, slow=JOBS))
-def test_a_job_is_that_of_one_process_and_nothing_is_refused(ranks: RankPool, job: str) -> None:
+@pytest.mark.parametrize(("job", "how"), tiers(QUICK, slow=ALL))
+def test_a_job_is_that_of_one_process_and_nothing_is_refused(ranks: RankPool, job: str, how: str) -> None:
     axes, *rest = JOBS[job]
     mesh = Mesh({"dp": 1, **axes, "tp": axes.get("tp", 1)})
-    assert ranks.run(mesh, trained, *rest, **UNDER) == [{}] * mesh.size
+    assert ranks.run(mesh, trained, *rest, **HOW[how]) == [{}] * mesh.size
+
+
+def stepped(ctx: ParallelContext, family: str, sizes: dict[str, Any], options: dict[str, Any]) -> dict[str, int]:
+    """A step of a family: loss, output and every gradient are those of the whole model."""
+    refused = counted(ctx)
+    whole = families.made(families.class_of(family), families.config_of(family, **sizes)).float()
+    data = {k: v.float() if v.is_floating_point() else v for k, v in families.batch_of(whole).items()}
+    sharded = tpcore.parallelize(copy.deepcopy(whole), **options)
+    assert move_model_to_device(sharded, ctx.device) is sharded
+    want = families.step(whole, data)
+    got = families.step(sharded, {k: v.to(ctx.device) for k, v in data.items()})
+    far = {what: families.distance(a.cpu(), b) for what, a, b in zip(("loss", "output"), got, want, strict=True)}
+    values = dict(whole.named_parameters())
+    for name, p in sharded.named_parameters():
+        full = values[name].grad
+        assert (full is None) == (p.grad is None), name
+        if p.grad is not None:
+            far[name] = families.distance(p.grad.cpu(), part_of(full, p, ctx))
+    # float32 through two layers, and gradients of the first are sums of many of either sign
+    assert max(far.values()) < 1e-3, far
+    return dict(refused)
+
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "dense": ("llama", {"num_attention_heads": 8, "num_key_value_heads": 8}),
+    "kv heads below tp": ("qwen3", {"num_attention_heads": 8, "num_key_value_heads": 1}),
+    "fused, kv heads below tp": ("phi3", {"num_attention_heads": 8, "num_key_value_heads": 2}),
+    "latent attention": ("deepseek_v3", {"num_attention_heads": 8, "num_key_value_heads": 8}),
+    "experts": ("mixtral", {"num_attention_heads": 8}),
+    "shared experts": ("qwen2_moe", {"num_attention_heads": 8}),
+    "tied": ("gemma2", {"num_attention_heads": 8, "tie_word_embeddings": True}),
+    "tied, fused": ("gpt2", {"n_head": 8}),
+    "encoder": ("bert", {"num_attention_heads": 8}),
+    "encoder and decoder": ("t5", {"num_heads": 8}),
+    "pictures": ("vit", {"num_attention_heads": 8}),
+    "slopes": ("bloom", {"n_head": 8}),
+}
+TOKENS = "dense", "kv heads below tp", "experts", "tied"
+STEPS = [(kind, 2, ()) for kind in FAMILIES] + [(kind, 4, ("sequence_parallel",)) for kind in TOKENS]
+
+
+@pytest.mark.filterwarnings("ignore")  # what transformers says of tiny models
+@pytest.mark.parametrize(
+    ("kind", "world", "options"),
+    tiers(
+        [("kv heads below tp", 2, ()), ("tied", 2, ("sequence_parallel",))],
+        slow=[*STEPS, *((kind, 4, ()) for kind in FAMILIES), ("dense", 8, ()), ("latent attention", 8, ())],
+        drill=[
+            (kind, 8, options)
+            for kind in FAMILIES
+            for options in ((), ("sequence_parallel",))
+            if not options or kind in TOKENS
+        ],
+    ),
+)
+@pytest.mark.parametrize("how", tiers(["under"], drill=["free"]))
+def test_a_family_is_the_whole_model_and_nothing_is_refused(
+    ranks: RankPool, kind: str, world: int, options: tuple[str, ...], how: str
+) -> None:
+    found = ranks.run(Mesh({"dp": 1, "tp": world}), stepped, *FAMILIES[kind], dict.fromkeys(options, True), **HOW[how])
+    assert found == [{}] * world

@@ -83,7 +83,11 @@ def raw(x: Any) -> Any:
 
 
 def _placed(x: Any) -> Any:
-    return DeviceTensor(x) if isinstance(x, Tensor) else x
+    if not isinstance(x, Tensor):
+        return x
+    if x.layout is not torch.strided:
+        raise NotImplementedError(f"{NAME} (stand-in) has no tensors of the layout {x.layout}")
+    return DeviceTensor(x.clone() if x._is_zerotensor() else x)  # forward mode's zeros have no memory
 
 
 class StandInDevice(_DummyBackendModule):
@@ -99,10 +103,15 @@ class StandInDevice(_DummyBackendModule):
         self.operators[operator.overloadpacket.__name__] += 1
         if operator.overloadpacket is _ATEN._fused_sdp_choice:
             return 0  # by parts: the CPU's own fused operator takes only its tensors
+        if operator.overloadpacket is _ATEN.embedding and args[4:] == (True,):
+            # before backward, where torch ends the process at an error of an operator
+            raise NotImplementedError(
+                f"{NAME} (stand-in) has no sparse tensors, and sparse=True makes a sparse gradient"
+            )
         mine = {id(x.raw): x for x in tree_leaves((args, kwargs)) if isinstance(x, DeviceTensor)}
         here = bool(mine)
-        if (asked := kwargs.get("device")) is not None:
-            here, kwargs = self._own(torch.device(asked)), {**kwargs, "device": _CPU}
+        if (asked := kwargs.get("device")) is not None and (here := self._own(torch.device(asked))):
+            kwargs = {**kwargs, "device": _CPU}
         if mine and operator.overloadpacket not in _MIXED:
             hosts = (x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dim())
             if any(not isinstance(x, DeviceTensor) for x in hosts):

@@ -1,0 +1,37 @@
+"""Ranks on the stand-in for Neuron, under its limits or without them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from helpers.rank_pool import RankPool
+from tpcore import ParallelContext
+from tpcore.c10d.backend import C10dBackend
+from tpcore_neuron import NativeBackend
+from tpcore_neuron.settings import LIMITS
+from tpcore_neuron.stand_in.device import install
+from tpcore_neuron.stand_in.limits import SDK
+
+UNDER, FREE = ({"env": {LIMITS.name: value}} for value in (SDK, "none"))
+CLOSE = {"rtol": 1e-4, "atol": 1e-5}  # float32 through two layers, sums in another order
+
+
+@pytest.fixture(scope="module", name="ranks")
+def ranks_on_the_stand_in() -> Iterator[RankPool]:
+    with RankPool(8, backend=NativeBackend) as pool:
+        yield pool
+
+
+def counted(ctx: ParallelContext) -> dict[str, int]:
+    """What is refused in this run from now on, while it runs: with the limits off all that torch's groups can do is
+    asked for."""
+    if not LIMITS.get():
+        can = C10dBackend.capabilities
+        ctx.backend.capabilities = replace(can, dtypes=NativeBackend.capabilities.dtypes)  # type: ignore[misc]
+    refused: Any = install().limits.refused
+    refused.clear()
+    return refused

@@ -117,13 +117,14 @@ INHERITED = {
 """What subclasses of another library's classes override, or read of themselves."""
 STAND_IN = {
     "tpcore_neuron.stand_in.device": "_C _DummyBackendModule _ExcludeDispatchKeyGuard _fused_sdp_choice "
-    "_index_put_impl_ _make_wrapper_subclass _pytree _setup_privateuseone_for_python_backend _to_copy",
+    "_index_put_impl_ _is_zerotensor _make_wrapper_subclass _pytree _setup_privateuseone_for_python_backend _to_copy",
     "tpcore_neuron.stand_in.group": "_C _distributed_c10d _pytree",
 }
 """What a device and a process group that are written in Python are made of, in torch 2.13 and later."""
 ANYWHERE = {
     "python": "_exit _xoptions _current_frames _getframe _DummyThread _run_exitfuncs _asdict _fields",
     "pytest": "_tw",
+    "torch.ops": "_c10d_functional",
     "what torch's modules, tensors, state dicts keep for subclasses": "_apply _buffers _metadata _modules _parameters "
     "_version",
     "parts of names": "_bias _copies _extra_state _index _io _pp_rank_ _proj _projection_name _scale _sym_ _tool_call_",

@@ -57,7 +57,7 @@ def traced(comms: Sequence[Comm], positions: Sequence[Tensor], *, operators: boo
     """``Comm.traced`` for all ``comms``, at ``positions``, which are inputs of the program."""
     with ExitStack() as stack:
         for comm, position in zip(comms, positions, strict=True):
-            stack.enter_context(comm.traced(position, comm.operators if operators else None))
+            stack.enter_context(comm.traced(position, comm.operators.at(position) if operators else None))
         yield
 
 
@@ -85,6 +85,9 @@ class Capabilities:
     """Whether an all-to-all takes parts of unequal sizes, as which a permute is sent. If not, it is gathered."""
     broadcasts: bool = True
     """Whether a broadcast moves bits. If not, because it is a sum with zeros, it is gathered."""
+    functional: bool = False
+    """Whether graphs of torch.compile hold torch's functional collectives (``_c10d_functional``), for a compiler that
+    knows no operators of tpcore. They name no lost rank and compare no calls."""
     tracing: bool = False
     """Whether models can be traced for this backend."""
     dynamic_shapes: bool = True

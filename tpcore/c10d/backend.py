@@ -22,6 +22,7 @@ from ..comm.transport import Transport
 from ..errors import BackendError
 from ..layout.mesh import Group
 from ..runtime.guards import Guard, installed, refusing
+from .functional import FunctionalTransport
 from .supervision.rendezvous import store_of_environment
 from .supervision.supervisor import Members, Supervisor
 from .supervision.waiting import Waiting
@@ -164,7 +165,10 @@ class C10dBackend(Backend):
         return self._over(Group(("user",), (members,)), lambda: process_group)
 
     def _over(self, group: Group, pg: Callable[[], Any]) -> Transport:
-        return self._made_over(group, pg, self._watch(group, pg()) if group.size > 1 else None)
+        transport = self._made_over(group, pg, self._watch(group, pg()) if group.size > 1 else None)
+        if self.capabilities.functional and group.size > 1:
+            transport.in_graphs = FunctionalTransport(transport, self.capabilities.exchanges(transport.members))
+        return transport
 
     def _watch(self, group: Group, pg: Any) -> Waiting:
         members = group.members(self._rank)

@@ -28,7 +28,7 @@ _REDUCE = {
 _SCATTER = _options(dist.ReduceScatterOptions(), "reduceOp", dist.ReduceOp.SUM)
 _ALL_TO_ALL = dist.AllToAllOptions()
 # bool is native, but the sum of two bools would be a byte of 2, which no other torch operator expects
-_STAND_IN = {torch.bool: torch.uint8, torch.int16: torch.int32}
+STAND_IN = {torch.bool: torch.uint8, torch.int16: torch.int32}
 
 
 class C10dTransport(Transport):
@@ -70,14 +70,14 @@ class C10dTransport(Transport):
 
     def all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
         # what waits at once may read the input until then
-        return self._started_maximum(as_stored(x))() if _floats(x, op) else self.start_all_reduce(x, op, donate)()
+        return self._started_maximum(as_stored(x))() if floats(x, op) else self.start_all_reduce(x, op, donate)()
 
     def start_all_reduce(self, x: Tensor, op: Op, donate: bool) -> Pending:
-        if _floats(x, op):
+        if floats(x, op):
             return self._started_maximum(copied(x))
         x = as_stored(x)
         dtype = x.dtype
-        wide = x if dtype in self.native else x.to(_STAND_IN.get(dtype, dtype))
+        wide = x if dtype in self.native else x.to(STAND_IN.get(dtype, dtype))
         self._enter("all_reduce", x, op)
         out = wide if (donate or wide is not x) and wide.is_contiguous() else copied(wide)
         # the sum of bools is "any", and so is their maximum
@@ -99,13 +99,13 @@ class C10dTransport(Transport):
         self._enter("all_gather", x, dim)
         x = as_stored(x).contiguous()
         rows = self._started_rows(x)()
-        return rows.flatten(0, 1) if dim == 0 else rows.movedim(0, dim).flatten(dim, dim + 1).contiguous()
+        return joined(rows, dim)
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
-        return self._started_scatter(self._chunks(x, dim), x, dim)()
+        return self._started_scatter(members_chunks(as_stored(x), dim, self.size), x, dim)()
 
     def start_reduce_scatter(self, x: Tensor, dim: int, donate: bool) -> Pending:
-        sent = self._chunks(x, dim)
+        sent = members_chunks(as_stored(x), dim, self.size)
         return self._started_scatter(sent if donate or sent.data_ptr() != x.data_ptr() else sent.clone(), x, dim)
 
     def _started_scatter(self, sent: Tensor, x: Tensor, dim: int) -> Pending:
@@ -114,7 +114,7 @@ class C10dTransport(Transport):
             total = self.start_all_reduce(sent, "sum", False)
             return lambda: total().select(0, self.index).clone()
         self._enter("reduce_scatter", x, dim)
-        out = torch.empty_like(sent[0])
+        out = sent.new_empty(sent.shape[1:])
         # flat: some transports divide only dim 0, others compare shapes
         return self._pending(out, self._calls._reduce_scatter_base, out.view(-1), sent.view(-1), _SCATTER)
 
@@ -128,8 +128,7 @@ class C10dTransport(Transport):
 
     def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Tensor:
         self._enter("all_to_all", x, split_dim, concat_dim)
-        received = self._started_exchange(self._chunks(x, split_dim))()
-        return received.movedim(0, concat_dim).flatten(concat_dim, concat_dim + 1).contiguous()
+        return joined(self._started_exchange(members_chunks(as_stored(x), split_dim, self.size))(), concat_dim)
 
     def permute(self, x: Tensor, to: tuple[int, ...]) -> Tensor:
         return self._started_permute(as_stored(x).contiguous(), to)()
@@ -176,18 +175,24 @@ class C10dTransport(Transport):
 
         return wait
 
-    def _chunks(self, x: Tensor, dim: int) -> Tensor:
-        """The members' chunks of ``x`` one after another in memory, in a new first dim."""
-        split = as_stored(x).reshape(*x.shape[:dim], self.size, x.shape[dim] // self.size, *x.shape[dim + 1 :])
-        return split.movedim(dim, 0).contiguous()
-
     def _wire(self, x: Tensor) -> Tensor:
         """Contiguous ``x`` in a dtype that the transport moves: as bytes if its own dtype is not native."""
         # flat by its strides: those of no or one element may be any, and a view keeps them
         return x if x.dtype in self.native else x.as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
-def _floats(x: Tensor, op: Op) -> bool:
+def members_chunks(x: Tensor, dim: int, size: int) -> Tensor:
+    """The members' chunks of ``x`` one after another in memory, in a new first dim."""
+    split = x.reshape(*x.shape[:dim], size, x.shape[dim] // size, *x.shape[dim + 1 :])
+    return (split if dim == 0 else split.movedim(dim, 0)).contiguous()
+
+
+def joined(rows: Tensor, dim: int) -> Tensor:
+    """Members' rows in the first dim, one after another along ``dim``."""
+    return (rows if dim == 0 else rows.movedim(0, dim)).flatten(dim, dim + 1).contiguous()
+
+
+def floats(x: Tensor, op: Op) -> bool:
     """Whether this is a maximum of numbers among which may be NaN."""
     return op == "max" and x.is_floating_point()
 

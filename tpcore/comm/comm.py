@@ -39,13 +39,14 @@ class Comm:
         self.layers = 0
         """How many layers this process has made on the group."""
         self._sums = sums
+        self._graphs = transport.in_graphs
         self.called("")
 
     def called(self, name: str) -> Comm:
         """Set the name by which ``ParallelContext.named`` finds this Comm; return it."""
         self.name = name
         # used under torch.compile, which cannot follow a collective into its library
-        self.operators = Operators(self.group, self.size, name)
+        self.operators = self._graphs or Operators(self.group, self.size, name)
         return self
 
     @property

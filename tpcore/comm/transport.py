@@ -163,6 +163,9 @@ class Transport(ABC):
     compares: ClassVar[bool] = False
     """Whether the transport itself detects ranks that make different calls, so that ``Comm`` need not."""
 
+    in_graphs: Transport | None = None
+    """What makes the calls in graphs of torch.compile. None: operators of tpcore's."""
+
     def __init__(self, group: Group, rank: int, device: torch.device = CPU) -> None:
         self.group, self.size, self.members = group, group.size, group.members(rank)
         self.index = self.members.index(rank)  # host-side: for addressing, never in a computation

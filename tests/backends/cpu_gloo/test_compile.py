@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextvars import Context
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,11 +12,14 @@ import torch.nn.functional as F
 from helpers.cuda_on_cpu import StandIn
 from helpers.rank_pool import RankPool
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._functorch.aot_autograd import make_boxed_func
 
 import tpcore
 from tpcore.layout.mesh import Mesh
 from tpcore.runtime.context import ParallelContext, enter_process, leave_process
+from tpcore_cpu_gloo.backend import GlooBackend
 
 pytestmark = pytest.mark.processes
 HIDDEN, HEADS, VOCAB = 16, 4, 9  # a vocabulary that 2 ranks pad
@@ -84,11 +88,18 @@ def two(request: pytest.FixtureRequest) -> Iterator[RankPool]:
         yield pool
 
 
+class Functional(GlooBackend):
+    """As for a compiler that knows only torch's own collectives."""
+
+    capabilities = replace(GlooBackend.capabilities, functional=True)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("two", "tokens", "backend"),
     [
         *(("cpu_gloo", True, "eager"), ("cpu_gloo", False, "inductor")),
+        *((Functional, True, "inductor"), (Functional, False, "aot_eager")),
         (StandIn, True, "eager"),  # what reads values on a CPU is an assertion in the graph
     ],
     indirect=["two"],
@@ -121,9 +132,44 @@ def _other_layers(ctx: ParallelContext) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("two", ["cpu_gloo"], indirect=True)
+@pytest.mark.parametrize("two", ["cpu_gloo", Functional], indirect=True)
 def test_other_layers_and_collectives_compile_whole(two: RankPool) -> None:
     two.run(TWO, _as_after_init, _other_layers, timeout=300)
+
+
+def _operators(ctx: ParallelContext, tokens: bool) -> set[str]:
+    """Those of the graphs of a step, forward and backward, which are no operators of ATen."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def kept(graph: torch.fx.GraphModule, inputs: object) -> object:
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    enter_process(ctx)
+    try:
+        Context().run(_one_step, tokens, aot_autograd(fw_compiler=kept))
+    finally:
+        leave_process()
+    assert len(graphs) == 2
+    found = {str(node.target) for graph in graphs for node in graph.graph.nodes if node.op == "call_function"}
+    return {name for name in found if not name.startswith(("aten.", "<built-in"))}
+
+
+def _one_step(tokens: bool, backend: Callable[..., object]) -> None:
+    model, ids = Model(tokens), torch.zeros(2, 9, dtype=torch.int64)
+    compiled = torch.compile(model, fullgraph=True, dynamic=False, backend=backend)
+    compiled(ids[:, :-1], ids[:, 1:]).backward()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("two", [Functional], indirect=True)
+@pytest.mark.parametrize("tokens", [False, True])
+def test_where_asked_for_graphs_hold_functional_collectives_alone(two: RankPool, tokens: bool) -> None:
+    for found in two.run(TWO, _operators, tokens, timeout=300):
+        assert "_c10d_functional.all_gather_into_tensor.default" in found
+        assert "_c10d_functional.reduce_scatter_tensor.default" in found or not tokens
+        assert {name.partition(".")[0] for name in found} == {"_c10d_functional"}
 
 
 def _inside_a_block(ctx: ParallelContext) -> None:

@@ -105,12 +105,13 @@ INTERFACE = {
         "rank", "reduce_scatter", "split", "start_all_reduce", "start_permute", "start_reduce_scatter", "traced",
     ],
     tpcore.comm.Transport: [
-        "all_gather", "all_reduce", "all_to_all", "at", "broadcast", "compares", "eager", "permute", "process_group",
-        "reads_are_cheap", "reduce_scatter", "start_all_reduce", "start_permute", "start_reduce_scatter",
+        "all_gather", "all_reduce", "all_to_all", "at", "broadcast", "compares", "eager", "in_graphs", "permute",
+        "process_group", "reads_are_cheap", "reduce_scatter", "start_all_reduce", "start_permute",
+        "start_reduce_scatter",
     ],
     Capabilities: [
-        "broadcasts", "dtypes", "dynamic_shapes", "exchange_sizes", "exchanges", "group_sizes", "lack", "misfit",
-        "moved", "sums", "to_json", "tracing", "unequal_parts",
+        "broadcasts", "dtypes", "dynamic_shapes", "exchange_sizes", "exchanges", "functional", "group_sizes", "lack",
+        "misfit", "moved", "sums", "to_json", "tracing", "unequal_parts",
     ],
 }  # fmt: skip
 

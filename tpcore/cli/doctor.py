@@ -27,7 +27,7 @@ _PACKAGES = (
     *("torch-neuronx", "neuronx-cc", "neuronx-distributed", "optimum-neuron"),
 )
 _SHOWN = (
-    *("TPCORE_", "TORCHELASTIC_", "GLOO_", "FI_", "NEURON_", "PJRT_", "SLURM_", "OMP_"),
+    *("TPCORE_", "TORCHELASTIC_", "GLOO_", "FI_", "NEURON_", "TORCH_NEURONX_", "PJRT_", "SLURM_", "OMP_"),
     *("MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "CUDA_", "NCCL_", "TORCH_NCCL_"),
 )
 _GIB = 2**30

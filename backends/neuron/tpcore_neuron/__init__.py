@@ -16,5 +16,6 @@ def tpcore_backend() -> type[Backend]:
     """The backend for the installed packages: PyTorch/XLA, unless torch-neuronx is the native one."""
     if not platform.has_native():
         return NeuronBackend
-    inform(f"neuron: native backend (torch-neuronx {platform.installed('torch-neuronx')} is installed)")
+    version = platform.installed("torch-neuronx")
+    inform(f"neuron: native backend ({'stand-in' if version is None else f'torch-neuronx {version} is installed'})")
     return NativeBackend

@@ -227,6 +227,10 @@ class NativeBackend(C10dBackend):
     def most_ranks(cls) -> int | None:
         return None if LIMITS.is_set else platform.visible_cores("trn2")
 
+    @classmethod
+    def remark(cls) -> str:
+        return ". ".join(platform.surprises())
+
     def start(self, timeout: float) -> tuple[int, int]:
         if LIMITS.is_set:
             from .stand_in import group

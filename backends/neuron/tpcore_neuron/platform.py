@@ -17,7 +17,7 @@ from tpcore.errors import BackendError
 from tpcore.layout.mesh import Group
 from tpcore.settings import LOCAL_RANK, LOCAL_WORLD_SIZE
 
-from .settings import CORES, LIMITS, LOGICAL
+from .settings import CACHE, CORES, HOST_CC, LIMITS, LOGICAL
 
 XLA_LINE = "2.9"
 """The version of torch, torch-xla and torch-neuronx: the last for which there is a PyTorch/XLA."""
@@ -26,7 +26,7 @@ INSTALL = (
     "Trn1 and Inf2 need torch 2.9, torch-xla 2.9 and torch-neuronx 2.9:\n"
     "    pip install 'tpcore[neuron]' --extra-index-url https://pip.repos.neuron.amazonaws.com\n"
 )
-_DEVICES = "/dev"
+_DEVICES, _FABRIC = "/dev", "/sys/class/infiniband"
 _TRN1_RULE = "collectives there take 1, 2, 8, 16 or a multiple of 32 NeuronCores"
 _CORES_PER_DEVICE = {"trn1": 2, "inf2": 2, "trn2": 8, "trn3": 8}
 _JOINED = "trn2", "trn3"
@@ -83,6 +83,22 @@ def check_cores(platform: str | None, local: int, cores: int | None) -> None:
         )
     if platform == "trn1" and not _trn1(local):
         raise BackendError(f"{local} processes on a Trn1 host: {_TRN1_RULE}")
+
+
+def surprises() -> list[str]:
+    """What is known to hang or to surprise on AWS's native PyTorch as this machine is set up: for ``tpcore doctor``."""
+    if LIMITS.is_set:
+        return [f"a stand-in on the CPU, for {LIMITS.name}={LIMITS.text()}"]
+    found = []
+    if not any(Path(_FABRIC).glob("*")) and HOST_CC.get() != "1":
+        found.append(f"There is no EFA here: without {HOST_CC.name}=1 tensor parallelism hangs, users say")
+    if CORES.get() and CORES.get() != LOCAL_RANK.text():
+        found.append(f"{CORES.name}={CORES.get()} is for all processes: leave it unset, each finds its own core")
+    if not CACHE.is_set:
+        found.append(
+            f"Compiled programs go to {CACHE.default}, and with the container: {CACHE.name} names a lasting folder"
+        )
+    return [*found, "Operators that the device lacks run on the CPU without a word: torch_neuronx.get_fallback_ops()"]
 
 
 def check_native(cores: int | None) -> None:

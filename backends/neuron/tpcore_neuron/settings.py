@@ -12,6 +12,8 @@ PAIRS = Variable("TPCORE_NEURON_PERMUTE", one_of({"native": False, "pairs": True
 LOGICAL = Variable("NEURON_LOGICAL_NC_CONFIG", whole, 2)
 LIMITS = Variable("TPCORE_NEURON_LIMITS", limits.of, frozenset[str]())
 """Set: the native backend runs on the stand-in, under the limits of this SDK, of these names, or none."""
+HOST_CC = Variable("TORCH_NEURONX_ENABLE_HOST_CC", str, "")
+CACHE = Variable("TORCH_NEURONX_NEFF_CACHE_DIR", str, "/tmp/neff_cache")
 EXTRACT_ONLY = Variable("NEURON_EXTRACT_GRAPHS_ONLY", str, "")
 
 

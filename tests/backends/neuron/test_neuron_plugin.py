@@ -129,6 +129,30 @@ def test_a_range_of_cores_is_refused_by_the_native_backend(monkeypatch):
         platform.check_native(None)
 
 
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({}, ["TORCH_NEURONX_ENABLE_HOST_CC=1 tensor", "/tmp/neff_cache, and", "get_fallback_ops()"]),
+        ({"TORCH_NEURONX_ENABLE_HOST_CC": "1", "TORCH_NEURONX_NEFF_CACHE_DIR": "/fsx"}, ["get_fallback_ops()"]),
+        ({"NEURON_RT_VISIBLE_CORES": "0-63"}, ["HOST_CC", "0-63 is for all", "neff_cache", "get_fallback_ops()"]),
+        ({"NEURON_RT_VISIBLE_CORES": "3", "LOCAL_RANK": "3"}, ["HOST_CC", "neff_cache", "get_fallback_ops()"]),
+        ({"TPCORE_NEURON_LIMITS": "2.33"}, ["a stand-in on the CPU"]),
+    ],
+)
+def test_doctor_names_what_hangs_or_surprises(monkeypatch, tmp_path, variables, said):
+    for name in ("TORCH_NEURONX_ENABLE_HOST_CC", "TORCH_NEURONX_NEFF_CACHE_DIR", "NEURON_RT_VISIBLE_CORES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(platform, "_FABRIC", str(tmp_path))
+    found = platform.surprises()
+    assert len(found) == len(said)
+    assert all(words in sentence for words, sentence in zip(said, found, strict=True))
+    assert NativeBackend.remark() == ". ".join(found)
+    (tmp_path / "rdmap0").touch()
+    assert not any("HOST_CC" in sentence for sentence in platform.surprises())
+
+
 def test_it_says_what_it_can_do_before_anything_starts():
     cls = backend_class("neuron")
     assert cls is tpcore_neuron.NeuronBackend

@@ -197,6 +197,14 @@ class ReadPlan:
                 shard.read(region.src_start, narrowed(direct, region.dst_start, region.size), check)
             if direct is not out:
                 out.copy_(direct, non_blocking=pinned)
+                self._refuse_lost_bits(direct, out)
+
+    def _refuse_lost_bits(self, read: Tensor, out: Tensor) -> None:
+        """CheckpointError for whole numbers beyond 32 bits on a device that keeps no more of them."""
+        wide = read.dtype is torch.int64 and not torch.equal(read.to(torch.int32).to(read.dtype), read)
+        if wide and not torch.equal(out.cpu(), read):
+            text = f"{self.stored.where} has numbers beyond 32 bits, which {out.device} does not keep: leave the tensor"
+            raise CheckpointError(f"{text} on the CPU")
 
     def tensor(self, dtype: torch.dtype | None = None) -> Tensor:
         """The part in host memory, in ``dtype`` or its own."""

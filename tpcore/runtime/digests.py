@@ -54,6 +54,7 @@ def digest(t: Tensor) -> list[float]:
     if not flat.is_floating_point():
         if flat.is_complex() or not flat.numel():
             return [float(flat.numel())]
+        flat = flat.cpu()  # a device may count in 32 bits alone
         places = torch.arange(flat.numel(), device=flat.device) % 1009 + 1
         return [float(flat.numel()), float(int((flat.to(torch.int64) * places).sum()) % (1 << 52))]
     sums = [float(chunk.abs().sum(dtype=torch.float64)) for chunk in flat.chunk(_CHUNKS)]

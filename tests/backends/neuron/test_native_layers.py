@@ -70,3 +70,17 @@ def sparse(ctx: ParallelContext) -> str:
 
 def test_sparse_tensors_are_refused_before_backward(ranks: RankPool) -> None:
     assert ranks.run(Mesh({"dp": 1, "tp": 2}), sparse, **UNDER) == ["refused"] * 2
+
+
+def wide(ctx: ParallelContext) -> bool:
+    x = torch.ones(2, 2, device=ctx.device)
+    with torch.inference_mode():
+        assert not x[0].is_inference()  # as on any device: a view of a tensor from outside
+        assert (x + 1).is_inference()
+    with pytest.raises(ValueError, match=r"ColumnParallelLinear.weight of torch.float64: this backend computes on"):
+        tpcore.ColumnParallelLinear(4, 4, dtype=torch.float64)
+    return True
+
+
+def test_float64_is_refused_with_its_name(ranks: RankPool) -> None:
+    assert all(ranks.run(Mesh({"dp": 1, "tp": 2}), wide, **UNDER))

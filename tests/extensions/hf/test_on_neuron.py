@@ -163,6 +163,35 @@ def read(ctx: ParallelContext, folder: str) -> dict[str, int]:
     return dict(refused)
 
 
+class Counting(nn.Module):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.tensor([count]))
+
+
+def counts(ctx: ParallelContext, folder: str) -> tuple[str, dict[str, int]]:
+    """Of whole numbers on the device: a small one, and the error at one that has no place there."""
+    refused = counted(ctx)
+    tpcore.checkpoint.save({"model": Counting(2**31 - 1).state_dict()}, f"{folder}/small")
+    tpcore.checkpoint.save({"model": Counting(2**40 + 7).state_dict()}, f"{folder}/large")
+    held = Counting(0)
+    tpcore.checkpoint.load(f"{folder}/large", held)
+    assert int(held.count) == 2**40 + 7  # on the host it has its place
+    model = move_model_to_device(Counting(0), ctx.device)
+    tpcore.checkpoint.load(f"{folder}/small", model)
+    before = dict(refused)
+    with pytest.raises(tpcore.CheckpointError) as wrong:
+        tpcore.checkpoint.load(f"{folder}/large", model)
+    return str(wrong.value), before
+
+
+def test_numbers_that_the_device_cannot_hold_are_refused_at_loading(ranks: RankPool, tmp_path: Path) -> None:
+    for error, before in ranks.run(Mesh({"dp": 1, "tp": 2}), counts, str(tmp_path), **UNDER):
+        assert before == {}
+        assert "count" in error
+        assert "has numbers beyond 32 bits, which neuron:0 does not keep: leave the tensor on the CPU" in error
+
+
 @pytest.mark.slow
 def test_adapters_are_those_of_one_process(ranks: RankPool) -> None:
     assert ranks.run(Mesh({"dp": 1, "tp": 2}), adapted, **UNDER) == [{}] * 2

@@ -36,7 +36,8 @@ class DeviceTensor(Tensor):
     def __new__(cls: Any, raw: Tensor) -> DeviceTensor:
         view = {"strides": raw.stride(), "storage_offset": raw.storage_offset(), "dtype": raw.dtype}
         make: Any = Tensor._make_wrapper_subclass
-        self: DeviceTensor = make(cls, raw.shape, **view, device=f"{NAME}:0")
+        with torch.inference_mode(raw.is_inference()):  # views of other tensors are none of that mode
+            self: DeviceTensor = make(cls, raw.shape, **view, device=f"{NAME}:0")
         self.raw = raw
         return self
 
@@ -87,7 +88,8 @@ def _placed(x: Any) -> Any:
         return x
     if x.layout is not torch.strided:
         raise NotImplementedError(f"{NAME} (stand-in) has no tensors of the layout {x.layout}")
-    return DeviceTensor(x.clone() if x._is_zerotensor() else x)  # forward mode's zeros have no memory
+    x = x.clone() if x._is_zerotensor() else x  # forward mode's zeros have no memory
+    return DeviceTensor(x.resolve_conj().resolve_neg())  # whose memory has its numbers
 
 
 class StandInDevice(_DummyBackendModule):
@@ -139,7 +141,11 @@ class StandInDevice(_DummyBackendModule):
             written.append(out)
         for x in map(raw, tree_leaves(written)):
             if isinstance(x, Tensor) and x.dtype in self.limits.narrow:
-                x.copy_(x.to(self.limits.narrow[x.dtype]))
+                rounded = x.to(self.limits.narrow[x.dtype]).to(x.dtype)
+                # what is not yet written has any bits
+                if x.dtype is torch.int64 and "empty" not in schema.name and not torch.equal(rounded, x):
+                    self.limits.refused["int64"] += 1
+                x.copy_(rounded)
 
     # -- what torch and programs ask torch.neuron
     def current_device(self) -> int:

@@ -143,7 +143,8 @@ def directly(names: list[str]) -> dict[str, str]:
         except (NotImplementedError, RuntimeError, ValueError) as e:
             found[name] = f"{type(e).__name__}: {e}"
     refused = install().limits.refused
-    assert all(refused[name] == found[name].count("refuses") for name in names)
+    lost = {"int64": found.get("int64") == "True"}  # a number that has lost bits counts too
+    assert all(refused[name] == found[name].count("refuses") + lost.get(name, False) for name in names)
     tpcore.shutdown()
     return found
 

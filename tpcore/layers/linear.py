@@ -241,15 +241,13 @@ class RowParallelLinear(ParallelLinear):
     @property
     def tokens_dim(self) -> int | None:
         """The dim of the output along which tokens are spread in this call."""
-        return self.sequence_dim if self.region is None or self.region.is_active() else None
+        return self.sequence_dim if self.region is None or self.region.active else None
 
     def forward(self, x: Tensor) -> Result:
         weight, dim = self.weight.t() if self.transposed else self.weight, self.tokens_dim
         y = self._matmul(self._enter(x, weight.shape[-1]), weight, None if self.skip_bias_add else self.bias)
         if dim is not None:
             y = self.as_part(y, dim, "tokens")
-        if self.region is not None:
-            self.region.spread = dim is not None
         if not self.skip_bias_add:
             return y
         if self.bias is None or dim is None:

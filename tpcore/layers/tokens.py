@@ -6,7 +6,7 @@ fewer than query heads. What a query sees is a function of places, so that no ma
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import reduce
 
 import torch
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from ..comm import mappings as ops
 from ..comm.comm import Comm
-from ..private import backward_number
 
 
 @dataclass(frozen=True)
@@ -67,47 +66,36 @@ _MARK = (1, 1)
 
 @dataclass(eq=False)
 class TokenRegion:
-    """Blocks between which each rank of ``comm`` has a chunk of the tokens, along dim 1, if ``comm`` divides their
-    number. The form of the hidden states between them says so, ``[batch, chunk, 1, 1, features]``, and what is
-    recomputed in backward starts from the same tensor: forwards may come in any order. Layers share one region."""
+    """A block before and after which each rank of ``comm`` may have a chunk of the tokens, along dim 1, if ``comm``
+    divides their number. The form of the hidden states says so, ``[batch, chunk, 1, 1, features]``, and what is
+    recomputed in backward starts from the same tensor: forwards may come in any order. The block's layers share it."""
 
     comm: Comm
-    active: bool = True
-    """Whether the tokens are cut in the block that runs. Outside of all blocks a part of one may be recomputed, and
-    only of one in which they are: ``is_active`` sees to that."""
-    held: list[bool] = field(default_factory=list)
-    """Of the calls under way around the blocks, whether one needs whole tokens between them."""
-    grad: bool = False
-    """Whether gradients were on where that block began."""
-    spread: bool = False
-    """Whether what a block computes now has this rank's tokens: not from where a module has gathered them to its row
-    layer."""
-    running: bool = False
-    """Whether a block runs."""
+    active: bool = False
+    """Whether it has some in the call under way. What is called or recomputed outside of one has all."""
 
     def __deepcopy__(self, memo: object) -> TokenRegion:
         return self  # what it says of a call ends with the call
 
     def is_active(self) -> bool:
-        if not self.active and self.grad and not torch.is_grad_enabled():
-            raise ValueError(
-                "a part of a block is recomputed in backward by itself, in which it could not know that tokens are "
-                f"whole: recompute whole blocks, or pad the batch to a multiple of {self.comm.size} tokens"
-            )
         return self.active
 
-    def is_spread(self) -> bool:
-        """``spread``, where a block runs, or a part of one is recomputed in backward by itself."""
-        return self.spread and (self.running or backward_number() >= 0)
+    def divides(self, x: Tensor) -> bool:
+        return x.ndim == 3 and x.shape[1] % self.comm.size == 0
 
     def enter(self, x: Tensor) -> Tensor:
         """This rank's chunk of whole tokens, in its form."""
-        cut = x.ndim == 3 and x.shape[1] % self.comm.size == 0 and not any(self.held)
-        return self.marked(ops.scatter(x, self.comm, 1)) if cut else x
+        return self.marked(self.chunk(x))
 
     def leave(self, x: Tensor) -> Tensor:
         """What ``enter`` makes -> whole tokens."""
-        return ops.gather(self.bare(x), self.comm, 1) if self.is_marked(x) else x
+        return self.whole(self.bare(x)) if self.is_marked(x) else x
+
+    def chunk(self, x: Tensor) -> Tensor:
+        return ops.scatter(x, self.comm, 1)
+
+    def whole(self, x: Tensor) -> Tensor:
+        return ops.gather(x, self.comm, 1)
 
     @staticmethod
     def is_marked(x: Tensor, block: str = "what follows the last block") -> bool:
@@ -129,17 +117,14 @@ class TokenRegion:
 
     def gathered(self, x: Tensor) -> Tensor:
         """Chunks -> replicated, for work in a block that is the same on each rank."""
-        self.spread = False
-        return ops.gather(x, self.comm, 1) if self.is_active() else x
+        return self.whole(x) if self.active else x
 
     def scattered(self, x: Tensor) -> Tensor:
-        self.spread = self.is_active()
-        return ops.scatter(x, self.comm, 1) if self.spread else x
+        return self.chunk(x) if self.active else x
 
     def copied(self, x: Tensor) -> Tensor:
         """The input of column layers: tokens are gathered from the ranks if they are cut."""
-        self.spread = False
-        if self.is_active():
+        if self.active:
             return ops.all_gather(x, self.comm, 1, dtype=torch.float32)
         return ops.copy(x, self.comm, dtype=torch.float32)
 

@@ -42,7 +42,7 @@ from .plan.padded import with_padding
 from .plan.rules import Rule, checked, rule_of, wildcard
 from .plan.stages import into_stages, number_of_stages
 from .sequence.context_parallel import context_of, cut_context
-from .sequence.sequence_parallel import check_hooks, cut_sequence
+from .sequence.sequence_parallel import cut_sequence
 from .shard import quantized
 from .shard.figures import count_whole
 from .shard.forwards import drop_by_rank, share_inputs
@@ -164,14 +164,13 @@ def _change(
 ) -> tuple[list[ParallelModule], str]:
     """All but the values of Parameters: the layers that will have a part, and in a line what they are."""
     context, comm, sending = options.ctx, options.ctx.comm("tp"), options.sending
-    if options.sequence_parallel and comm.size > 1:
-        check_hooks(model, cuts)
     layers = _replace(model, cuts, options) if cuts else []
     dispatch_by(model, sending)
     summary = _summary(model, sending.capacity_factor)
     cuts = into_stages(model, cuts, options.num_microbatches, options.layers_per_stage)
     if comm.size * options.stages > 1 or cuts:
-        _connect(model, cuts, comm, rules, options.sequence_parallel)
+        if whole := _connect(model, cuts, comm, rules, options.sequence_parallel):
+            summary += f"; tokens stay whole around what may mix them: {', '.join(whole)}"
         experts = context.comm(*context.mesh.present(("ep",)))
         generate_alike(model, context.comm("pp", "tp") if options.stages > 1 else comm, experts)
     batch_alike(model, context)
@@ -227,11 +226,14 @@ def _watch(model: nn.Module, cuts: list[Cut], user: Mapping[str, Rule], context:
             layer.observer = observer_of(context, certain=True) if checked_calls() else None
 
 
-def _connect(model: nn.Module, cuts: list[Cut], comm: Comm, rules: Mapping[str, Rule], sequence_parallel: bool) -> None:
-    """Set up what passes between the layers: tokens, shared inputs, random numbers, the loss."""
-    draws = drop_by_rank(model, cuts, rules)
+def _connect(
+    model: nn.Module, cuts: list[Cut], comm: Comm, rules: Mapping[str, Rule], sequence_parallel: bool
+) -> list[str]:
+    """Set up what passes between the layers: tokens, shared inputs, random numbers, the loss. Returns where tokens stay
+    whole that were to be shared."""
+    draws, whole = drop_by_rank(model, cuts, rules), list[str]()
     if sequence_parallel:
-        cut_sequence(model, cuts, comm, draws)
+        whole = cut_sequence(model, cuts, comm, draws)
     else:
         share_inputs(model, cuts)
     head = model.get_output_embeddings()  # type: ignore[operator]
@@ -247,6 +249,7 @@ def _connect(model: nn.Module, cuts: list[Cut], comm: Comm, rules: Mapping[str, 
             part.__dict__["_init_weights"] = partial(initialized, fn=cast(Any, part)._init_weights)
             if cast(Any, type(part)).save_pretrained.__module__.startswith("transformers."):
                 part.__dict__["save_pretrained"] = save or MethodType(save_whole, part)
+    return whole
 
 
 def _summary(model: nn.Module, capacity_factor: float | None) -> str:

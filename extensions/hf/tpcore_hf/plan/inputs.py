@@ -6,10 +6,13 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from torch import nn
+
+from tpcore.layers.adopt import HOOKED
+from tpcore.private import BACKWARD_HOOKS, FORWARD_HOOKS
 
 _OWN = ("transformers.", "tpcore.", "tpcore_", "torch.")
 """Where the functions are of which a forward of transformers consists, its decorators with it."""
@@ -24,7 +27,16 @@ def is_own(module: nn.Module) -> bool:
         inside.append(function)
         function = getattr(function, "__wrapped__", function)
     own = bool(inside) and function in inside
-    return own and type(module).__module__.startswith("transformers.models.") and "forward" not in vars(module)
+    return own and type(module).__module__.startswith("transformers.") and "forward" not in vars(module)
+
+
+def is_watched(module: nn.Module, own: tuple[str, ...] = _OWN) -> bool:
+    """Whether a hook, or a forward set on it, may see what enters or leaves: of code that is not in ``own``."""
+    if "forward" in vars(module) or HOOKED in vars(module):
+        return True
+    hooks = [hook for name in (*FORWARD_HOOKS, *BACKWARD_HOOKS) for hook in vars(module)[name].values()]
+    made = [hook.func if isinstance(hook, partial) else hook for hook in hooks]
+    return any(not str(getattr(hook, "__module__", "")).startswith(own) for hook in made)
 
 
 def _definition_of(function: Callable[..., Any]) -> ast.stmt | None:

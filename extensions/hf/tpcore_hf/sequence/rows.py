@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from tpcore import nested
 from tpcore.layers.tokens import TokenOrder
-from tpcore.private import forward_hooks, forward_pre_hooks
 
+from ..plan.inputs import is_watched
 from .batch import DealtTokens
 
 _WHOLE = "_tpcore_whole"
+_OURS = ("tpcore.", "tpcore_")
 
 
 def see_whole(module: nn.Module, context: DealtTokens, always: bool) -> None:
@@ -26,17 +27,11 @@ def see_whole(module: nn.Module, context: DealtTokens, always: bool) -> None:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         context, always = self.__dict__[_WHOLE]
         run = partial(original.__call__, self)
-        return _over_whole(context, run, args, kwargs) if always or _is_watched(self) else run(*args, **kwargs)
+        return _over_whole(context, run, args, kwargs) if always or is_watched(self, _OURS) else run(*args, **kwargs)
 
     names = {"__module__": original.__module__, "__qualname__": original.__qualname__}
     module.__dict__[_WHOLE] = context, always
     module.__class__ = type(original.__name__, (original,), {**names, "__call__": call})
-
-
-def _is_watched(module: nn.Module) -> bool:
-    hooks = [*forward_pre_hooks(module).values(), *forward_hooks(module).values()]
-    made = [hook.func if isinstance(hook, partial) else hook for hook in hooks]
-    return any(not str(getattr(hook, "__module__", "")).startswith(("tpcore.", "tpcore_")) for hook in made)
 
 
 def _over_whole(context: DealtTokens, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

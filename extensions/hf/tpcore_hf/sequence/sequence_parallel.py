@@ -8,57 +8,116 @@ Korthikanti et al. 2022, arXiv:2205.05198.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from tpcore.comm import mappings as ops
 from tpcore.comm.comm import Comm
 from tpcore.comm.mappings import Map
 from tpcore.layers import RowParallelLinear
-from tpcore.layers.adopt import is_hooked
 from tpcore.layers.module import ParallelModule
 from tpcore.layers.tokens import TokenRegion
 from tpcore.train.pipeline import PipelinedLayers
 
 from ..plan import rules as plan
 from ..plan.decisions import Cut
-from ..shard.forwards import (
-    SUBSTITUTED,
-    Draws,
-    columns_by_owner,
-    draw_inside,
-    share_inputs,
-    sum_gradients,
-    with_forward,
-)
+from ..plan.inputs import is_own, is_watched
+from ..plan.rules import wildcard
+from ..shard.forwards import Draws, columns_by_owner, draw_inside, share_inputs, sum_gradients, with_forward
 
 _BLOCK = "_tpcore_token_region"
+_OURS = ("tpcore.", "tpcore_")
+_BY_TOKEN = (nn.Dropout, nn.Identity, nn.LayerNorm, nn.RMSNorm, nn.ModuleList, nn.ModuleDict)
 
 
-def _within(block: nn.Module, name: str, region: TokenRegion) -> None:
-    """Let ``region`` know while ``block`` runs whether its tokens are cut. In the forward itself, which recomputation
-    runs again; the form of its input is all that it reads."""
-    original = type(block)
+@dataclass(eq=False)
+class Stack:
+    """What the blocks of a list know of the calls around them."""
+
+    always: bool
+    """Whether nothing but blocks is between blocks, and they run in no caller: those of a pipeline."""
+    classes: list[type[nn.Module]] = field(default_factory=list)
+    calls: list[tuple[bool, bool]] = field(default_factory=list)
+    """Of those under way, whether one loops over the blocks itself, and needs whole tokens in between."""
+
+    def is_open(self) -> bool:
+        """Whether each rank may keep some of the tokens from block to block."""
+        return self.always or (bool(self.calls) and self.calls[-1][0] and not any(held for _, held in self.calls))
+
+
+@dataclass(eq=False)
+class Block:
+    """What the class of a block knows of it."""
+
+    name: str
+    region: TokenRegion
+    stack: Stack
+    is_last: bool
+    watched: dict[str, list[type[nn.Module]]]
+    """The modules that would see this rank's tokens, and the classes of what is in them; empty: it has all tokens."""
+
+    def spreads(self, block: nn.Module) -> bool:
+        """Whether nothing of a user's own would see some tokens: a hook, a forward set on a module, or another module
+        or class where one was."""
+        return bool(self.watched) and not any(
+            is_watched(module) or not _kept([*module.children()], classes)
+            for module, classes in ((block.get_submodule(name), kinds) for name, kinds in self.watched.items())
+        )
+
+
+def _classes(module: nn.Module) -> list[type[nn.Module]]:
+    return [type(child) for child in module.children()]
+
+
+def _kept(now: list[nn.Module], before: list[type[nn.Module]]) -> bool:
+    """Whether what is of another class than ``before`` is known, or an adapter around one."""
+    kinds = [type(m) for m in now]
+    return kinds == before or all(
+        kind in before or kind.__module__.startswith("peft.") or _is_known(m)
+        for m, kind in zip(now, kinds, strict=True)
+    )
+
+
+def _is_known(module: nn.Module) -> bool:
+    """Whether its forward is tpcore's or transformers' own, or torch's of one token at a time, or of nothing."""
+    return type(module) in _BY_TOKEN or type(module).__module__.startswith(_OURS) or is_own(module)
+
+
+def _spread(module: nn.Module, block: Block) -> None:
+    """Give ``module`` its tokens in the form that it can take. Around its call, between blocks of transformers' own
+    loop each rank keeps some; hooks are inside. In the forward itself, which recomputation runs again, the form of the
+    input is all that decides, and whole tokens leave where whole ones came."""
+    original = type(module)
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        block: Block = self.__dict__[_BLOCK]
+        region, x = block.region, args[0] if args else kwargs["hidden_states"]
+        keeps = block.spreads(self)
+        if region.is_marked(x, block.name) and not keeps:
+            args, kwargs = _before(region.leave, self, args, kwargs)
+        elif keeps and block.stack.is_open() and region.divides(x):
+            args, kwargs = _before(region.enter, self, args, kwargs)
+        output = original.__call__(self, *args, **kwargs)
+        return _after(region.leave, self, args, output) if block.is_last else output
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        (region, name), x = self.__dict__[_BLOCK], args[0] if args else kwargs["hidden_states"]
-        active = region.is_marked(x, name)
+        block: Block = self.__dict__[_BLOCK]
+        region, x = block.region, args[0] if args else kwargs["hidden_states"]
+        marked = region.is_marked(x, block.name)
+        active = marked or (region.divides(x) and block.spreads(self))
         if active:
-            args, kwargs = _before(region.bare, self, args, kwargs)
-        before, region.active, region.grad = (region.active, region.grad), active, torch.is_grad_enabled()
-        region.running, region.spread = True, active
+            args, kwargs = _before(region.bare if marked else region.chunk, self, args, kwargs)
+        before, region.active = region.active, active
         try:
             output = original.forward(self, *args, **kwargs)
         finally:
-            region.active, region.grad = before
-            region.running = False
-        return _after(region.marked, self, args, output) if active else output
+            region.active = before
+        return _after(region.marked if marked else region.whole, self, args, output) if active else output
 
-    block.__dict__[_BLOCK] = region, name
-    block.__class__ = with_forward(original, forward)
+    module.__dict__[_BLOCK] = block
+    module.__class__ = with_forward(original, forward, {"__call__": call})
 
 
 def _before(change: Map, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -79,65 +138,91 @@ def _leave(region: TokenRegion, module: nn.Module, args: tuple[Any, ...], kwargs
     return _after(lambda tokens: region.scattered(tokens.reshape(entered.shape)), module, args, output)
 
 
-def _hold(region: TokenRegion, caller: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A hook of the modules around the blocks that notes whether hidden states between them are needed whole: the
-    caller wants them, or passes a tensor for each of some blocks, to add where a rank would have other tokens."""
+def _hold(stack: Stack, name: str | None, caller: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A hook of the modules around the blocks that notes whether each rank may keep some of the tokens between them:
+    in a loop over them that is transformers' own, in the module that has them under ``name``, unless what is there is
+    needed whole: the caller wants it, or passes a tensor for each of some blocks, to add where a rank would have other
+    tokens."""
     names = ("output_hidden_states", "output_attentions")
     between = (v for name, v in kwargs.items() if name != "attention_mask" and isinstance(v, list | dict))
     added = any(isinstance(t, Tensor) for v in between for t in (v.values() if isinstance(v, dict) else v))
     config = getattr(caller, "config", None)
-    region.held.append(added or any(kwargs.get(n, getattr(config, n, False)) for n in names))
+    loops = name is not None and is_own(caller) and _classes(getattr(caller, name)) == stack.classes
+    stack.calls.append((loops, added or any(kwargs.get(n, getattr(config, n, False)) for n in names)))
 
 
-def _release(region: TokenRegion, caller: nn.Module, args: Any, output: Any) -> None:
-    if region.held:  # another hook may have failed before this one's partner
-        region.held.pop()
+def _release(stack: Stack, caller: nn.Module, args: Any, output: Any) -> None:
+    if stack.calls:  # another hook may have failed before this one's partner
+        stack.calls.pop()
 
 
-def _check_held(
-    region: TokenRegion, blocks: nn.Module, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    """A hook: ValueError where the first block may be recomputed with this hook, and the callers around it are gone."""
-    recomputed = any(getattr(block, "gradient_checkpointing", False) for block in blocks.children())
-    if any(region.held) and recomputed and blocks.training:
-        raise ValueError(
-            "sequence parallelism with activation checkpointing returns no hidden states between its blocks and adds "
-            "nothing to them: leave out what asks for it, or one of the two"
-        )
-
-
-def cut_sequence(model: nn.Module, cuts: list[Cut], comm: Comm, draws: Draws) -> None:
-    """Cut the tokens between the blocks of every stack that has cut layers."""
+def cut_sequence(model: nn.Module, cuts: list[Cut], comm: Comm, draws: Draws) -> list[str]:
+    """Cut the tokens between the blocks of every stack that has cut layers. Returns around what they stay whole, for it
+    may mix them. ValueError if that is in every block."""
+    whole, spread = dict[str, None](), False
     if getattr(model.config, "layerdrop", 0) or getattr(model.config, "decoder_layerdrop", 0):
         raise ValueError("sequence_parallel=True: with layerdrop the last block may not run; set it to 0")
     for name, blocks in _stacks(model, cuts):
-        inside = [cut for cut in cuts if cut.name.startswith(name + ".")]
-        routed = {cut.owner for cut in inside if cut.style == plan.EXPERTS}
-        of_experts = [cut for cut in inside if any(cut.name.startswith(f"{owner}.") for owner in routed)]
-        whole = {id(m) for owner in routed for m in model.get_submodule(owner).modules()}
-        rows = [m for m in blocks.modules() if isinstance(m, RowParallelLinear) and id(m) not in whole]
-        region = TokenRegion(comm)
-        for row in rows:
-            if row.input_is_parallel:
-                row.sequence_dim, row.region = 1, region
-        owners = routed | _enter_owners(model, [cut for cut in inside if cut not in of_experts], region, blocks)
-        share_inputs(model, of_experts)
-        for owner in map(model.get_submodule, sorted(routed)):
-            # it has all tokens, and returns this rank's: a router sees them all, as its loss is of the whole
-            _enter(owner, "experts", region, blocks.children())
-            owner.register_forward_hook(partial(_leave, region), with_kwargs=True)
-            draw_inside(owner, draws)
-        _sum_norms(model, name, owners, routed, region)
-        blocks[0].register_forward_pre_hook(partial(_check_held, region, blocks), with_kwargs=True)
-        blocks[0].register_forward_pre_hook(partial(_before, region.enter), with_kwargs=True)
-        blocks[-1].register_forward_hook(partial(_after, region.leave))
-        for number, block in blocks.named_children():
-            draw_inside(block, draws, region.is_active)
-            _within(block, f"{name}.{number}", region)
-        callers = name.split(".")[:-1]
-        for caller in (model.get_submodule(".".join(callers[:i])) for i in range(len(callers) + 1)):
-            caller.register_forward_pre_hook(partial(_hold, region), with_kwargs=True)
-            caller.register_forward_hook(partial(_release, region), always_call=True)
+        callers, at = name.split(".")[:-1], name.rpartition(".")[2]
+        around = [model.get_submodule(".".join(callers[:i])) for i in range(len(callers) + 1)]
+        stack, children = Stack(isinstance(blocks, PipelinedLayers)), [*blocks.named_children()]
+        for number, block in children:
+            region, path = TokenRegion(comm), f"{name}.{number}"
+            inside = [cut for cut in cuts if f"{cut.name}.".startswith(f"{path}.")]
+            watched, mixers = _cut_block(model, path, inside, region, draws, blocks)
+            whole |= dict.fromkeys(mixers)
+            spread = spread or not mixers
+            _spread(block, Block(path, region, stack, block is children[-1][1], watched))
+        stack.classes = _classes(blocks)
+        if not (stack.always or is_own(around[-1])):
+            whole[f"{'.'.join(callers) or 'the model'} ({type(around[-1]).__name__})"] = None
+        for caller in around:
+            hold = partial(_hold, stack, at if caller is around[-1] else None)
+            caller.register_forward_pre_hook(hold, with_kwargs=True)
+            caller.register_forward_hook(partial(_release, stack), always_call=True)
+    if not spread:
+        raise ValueError(
+            "sequence_parallel=True: in every block what is whole and no norm, or has a forward that is not "
+            f"transformers' own, may mix tokens, of which each rank would have some: {', '.join(whole)}: leave "
+            "sequence_parallel out"
+        )
+    return [*whole]
+
+
+def _cut_block(
+    model: nn.Module, name: str, cuts: list[Cut], region: TokenRegion, draws: Draws, blocks: nn.Module
+) -> tuple[dict[str, list[type[nn.Module]]], list[str]]:
+    """Let what is in a block have its tokens by ``region``. Returns ``Block.watched``, and what in it may mix them."""
+    block = model.get_submodule(name)
+    routed = {cut.owner for cut in cuts if cut.style == plan.EXPERTS}
+    of_experts = [cut for cut in cuts if any(cut.name.startswith(f"{owner}.") for owner in routed)]
+    whole = {m for owner in routed for m in model.get_submodule(owner).modules()}
+    rows = [m for m in block.modules() if isinstance(m, RowParallelLinear) and m not in whole]
+    for row in rows:
+        if row.input_is_parallel:
+            row.sequence_dim, row.region = 1, region
+    owners = routed | _enter_owners(model, [cut for cut in cuts if cut not in of_experts], region, blocks)
+    share_inputs(model, of_experts)
+    for owner in map(model.get_submodule, sorted(routed)):
+        # it has all tokens, and returns this rank's: a router sees them all, as its loss is of the whole
+        _enter(owner, "experts", region, blocks.children())
+        owner.register_forward_hook(partial(_leave, region), with_kwargs=True)
+        draw_inside(owner, draws)
+    inner = tuple(f"{owner}." for owner in owners)
+    outside = {path: m for path, m in block.named_modules(prefix=name) if not path.startswith(inner)}
+    mixers = [f"{wildcard(path)} ({type(m).__name__})" for path, m in outside.items() if _mixes(m)]
+    draw_inside(block, draws, region.is_active)
+    for module in () if mixers else outside.values():
+        if not isinstance(module, ParallelModule) and [*module.parameters(recurse=False)]:
+            sum_gradients(module, region.comm, region.is_active)
+    seen = {} if mixers else {path: m for path, m in block.named_modules() if m in {*outside.values(), *rows}}
+    return {path: _classes(m) for path, m in seen.items()}, mixers
+
+
+def _mixes(module: nn.Module) -> bool:
+    """Whether it might compute with several tokens."""
+    normed = isinstance(module, ParallelModule) or any(word in type(module).__name__ for word in ("Norm", "Scale"))
+    return not _is_known(module) or not (normed or not [*module.parameters(recurse=False)])
 
 
 def _stacks(model: nn.Module, cuts: list[Cut]) -> Iterator[tuple[str, nn.ModuleList | PipelinedLayers]]:
@@ -174,53 +259,3 @@ def _enter(owner: nn.Module, calls: str, region: TokenRegion, blocks: Iterable[n
             "that its tokens cannot enter whole there and stay cut elsewhere: this family works without"
         )
     owner.register_forward_pre_hook(partial(_before, region.gathered), with_kwargs=True)
-
-
-class _Read:
-    """A whole parameter of a module that has all tokens until its row layer. Read where each rank has some, be it by
-    another module, or to be returned to one, it is a copy, whose gradients are summed."""
-
-    def __init__(self, name: str, region: TokenRegion) -> None:
-        self.name, self.region = name, region
-
-    def __get__(self, module: nn.Module | None, kind: type) -> Any:
-        if module is None or self.name not in module._parameters:
-            raise AttributeError(self.name)
-        p, region = module._parameters[self.name], self.region
-        return ops.copy(p, region.comm, dtype=torch.float32) if p is not None and region.is_spread() else p
-
-
-def _sum_norms(model: nn.Module, stack_name: str, owners: set[str], routed: set[str], region: TokenRegion) -> None:
-    """Sum the gradients of norms, which see this rank's tokens only. Other modules might mix tokens: an error."""
-    for name, module in model.get_submodule(stack_name).named_modules(prefix=stack_name):
-        whole = [] if isinstance(module, ParallelModule) else [n for n, _ in module.named_parameters(recurse=False)]
-        if not whole or any(f"{name}.".startswith(o + ".") for o in routed):
-            continue
-        if any(f"{name}.".startswith(o + ".") for o in owners):
-            if SUBSTITUTED not in vars(module):
-                reads = {n: _Read(n, region) for n in whole}
-                module.__class__ = with_forward(type(module), type(module).forward, reads)
-            continue
-        if not any(word in type(module).__name__ for word in ("Norm", "Scale")):
-            raise ValueError(
-                f"sequence_parallel=True: {name} ({type(module).__name__}) is whole and no norm, so that it "
-                "may mix tokens of which each rank would have some: cut it, or leave sequence_parallel out"
-            )
-        sum_gradients(module, region.comm, region.is_active)
-
-
-def check_hooks(model: nn.Module, cuts: list[Cut]) -> None:
-    """Before any change: ValueError for hooks that would see this rank's tokens. All tokens are inside of the modules
-    that call column layers, but for the outputs of row layers."""
-    owners = tuple(f"{cut.owner}." for cut in cuts if cut.style in _WHOLE_TOKENS)
-    rows = {cut.name for cut in cuts if cut.style in (plan.ROW, plan.PACKED_ROW)}
-    for stack, blocks in _stacks(model, cuts):
-        for name, module in blocks.named_modules(prefix=stack):
-            if is_hooked(module) and (name in rows or not name.startswith(owners)):
-                raise ValueError(
-                    f"sequence_parallel=True: {name} ({type(module).__name__}) has hooks, which would see this rank's "
-                    "tokens: register them after parallelize, for those, or leave sequence_parallel out"
-                )
-
-
-_WHOLE_TOKENS = (plan.COLUMN, plan.PACKED_COLUMN, plan.QKV_COLUMN, plan.COLUMN_GATHERED, plan.EXPERTS)

@@ -14,8 +14,11 @@ from torch import nn
 from tpcore.layers.adopt import HOOKED
 from tpcore.private import BACKWARD_HOOKS, FORWARD_HOOKS
 
-_OWN = ("transformers.", "tpcore.", "tpcore_", "torch.")
+OURS = ("tpcore.", "tpcore_")
+_OWN = ("transformers.", *OURS, "torch.")
 """Where the functions are of which a forward of transformers consists, its decorators with it."""
+_BY_TOKEN = {nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.Dropout, nn.Identity, nn.ReLU, nn.SiLU, nn.GELU}
+_BY_TOKEN |= {nn.Tanh, nn.Sigmoid, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.Sequential}
 
 
 def is_own(module: nn.Module) -> bool:
@@ -30,13 +33,29 @@ def is_own(module: nn.Module) -> bool:
     return own and type(module).__module__.startswith("transformers.") and "forward" not in vars(module)
 
 
+def is_known(module: nn.Module) -> bool:
+    """Whether its forward is tpcore's or transformers' own, or torch's of one token at a time, or of nothing."""
+    return type(module) in _BY_TOKEN or type(module).__module__.startswith(OURS) or is_own(module)
+
+
+def classes(module: nn.Module) -> list[type[nn.Module]]:
+    """Those of what is in it."""
+    return [type(child) for child in module.children()]
+
+
 def is_watched(module: nn.Module, own: tuple[str, ...] = _OWN) -> bool:
-    """Whether a hook, or a forward set on it, may see what enters or leaves: of code that is not in ``own``."""
+    """Whether code that is not in ``own`` may see what enters or leaves: a hook, or a forward set on it."""
     if "forward" in vars(module) or HOOKED in vars(module):
         return True
     hooks = [hook for name in (*FORWARD_HOOKS, *BACKWARD_HOOKS) for hook in vars(module)[name].values()]
     made = [hook.func if isinstance(hook, partial) else hook for hook in hooks]
     return any(not str(getattr(hook, "__module__", "")).startswith(own) for hook in made)
+
+
+def is_refilled(module: nn.Module, inside: list[type[nn.Module]]) -> bool:
+    """Whether since it had the classes ``inside`` it got a module that is neither known nor an adapter around one."""
+    new = [m for m in module.children() if type(m) not in inside]
+    return not all(type(m).__module__.startswith("peft.") or is_known(m) for m in new)
 
 
 def _definition_of(function: Callable[..., Any]) -> ast.stmt | None:

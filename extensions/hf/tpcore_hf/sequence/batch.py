@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from tpcore.runtime.digests import WHOLE_BATCH, compare_ranks
 
 from .. import private
 from ..plan.arguments import CACHES, named, takes
+from ..plan.inputs import is_refilled, is_watched
 from ..shard.logits import Logits
 
 IGNORED = -100
@@ -51,15 +52,18 @@ class DealtTokens:
     """Whether the ranks' batches were compared."""
     rows_are_whole: bool = False
     """While a module outside of the layers runs on them."""
+    watched: dict[str, list[type[nn.Module]]] = field(default_factory=dict)
+    """The modules that see a rank's tokens, and the classes of what is in them."""
 
     def order(self, length: int) -> TokenOrder:
         """Which of ``length`` tokens each rank has."""
         return TokenOrder(self.comm, self.way(length) == "ring" and self.causal)
 
-    def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A hook: this rank's part of the arguments of the model's forward."""
+    def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """This rank's part of the arguments of the model's forward."""
         kwargs = named(model, args, kwargs)
         self._check(model, kwargs)
+        self.check_unseen(model)
         if not self._dealt(kwargs):
             self._compare({name: torch.as_tensor(kwargs[name]) for name in _KNOWN if kwargs.get(name) is not None})
             kwargs = self._deal(kwargs)
@@ -67,7 +71,20 @@ class DealtTokens:
             kwargs[_DOCUMENTS] = kwargs.pop("attention_mask")  # whose numbers are no weights
         if not self.shifted:
             kwargs.pop("num_items_in_batch", None)
-        return (), kwargs
+        return kwargs
+
+    def check_unseen(self, model: nn.Module) -> None:
+        """ValueError for hooks and forwards that would see one rank's tokens."""
+        if torch.compiler.is_compiling():
+            return
+        for name, module in model.named_modules():
+            seen = name in self.watched and (is_refilled(module, self.watched[name]) or (name and is_watched(module)))
+            if seen:
+                raise ValueError(
+                    f"{name or 'the model'} ({type(module).__name__}) has a hook, or a module or forward of another's, "
+                    "that would see one rank's tokens with context parallelism: hooks of the model, and of what is "
+                    "before and after its layers see whole sequences"
+                )
 
     def _compare(self, batch: dict[str, Tensor]) -> None:
         """ValueError on all ranks if they have other sequences: looked for once, in a checked run each time."""
@@ -193,8 +210,8 @@ class DealtTokens:
         # where a position does not follow the one before: transformers' own sign of packed documents
         return F.pad(places.diff(dim=-1) != 1, (1, 0)).cumsum(-1).expand(shape[:2])
 
-    def after(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """A hook: logits of all tokens, in a training step once they are read, and a masked model's loss."""
+    def after(self, kwargs: dict[str, Any], output: Any, *, training: bool) -> Any:
+        """Logits of all tokens, in a training step once they are read, and a masked model's loss."""
         labels = kwargs.get("labels")
         if not self.shifted and labels is not None:
             count = (labels != IGNORED).sum()
@@ -202,7 +219,7 @@ class DealtTokens:
             output["loss"] = _total(part, self.comm) / self.count(labels)
         logits = output["logits"]
         order = self.order(logits.shape[1] * self.comm.size)
-        if model.training and not ops.transformed():
+        if training and not ops.transformed():
             shape = logits.shape[0], logits.shape[1] * self.comm.size, *logits.shape[2:]
             # backward of `whole` sums the gradients of all ranks' copies, which are alike
             output["logits"] = Logits.of(logits, shape, order.whole, lambda grad: order.cut(grad) * self.comm.size)

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from tpcore import nested
 from tpcore.layers.tokens import TokenOrder
 
-from ..plan.inputs import is_watched
+from ..plan.inputs import OURS, is_watched
 from .batch import DealtTokens
 
 _WHOLE = "_tpcore_whole"
-_OURS = ("tpcore.", "tpcore_")
 
 
 def see_whole(module: nn.Module, context: DealtTokens, always: bool) -> None:
@@ -27,7 +26,7 @@ def see_whole(module: nn.Module, context: DealtTokens, always: bool) -> None:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         context, always = self.__dict__[_WHOLE]
         run = partial(original.__call__, self)
-        return _over_whole(context, run, args, kwargs) if always or is_watched(self, _OURS) else run(*args, **kwargs)
+        return _over_whole(context, run, args, kwargs) if always or is_watched(self, own=OURS) else run(*args, **kwargs)
 
     names = {"__module__": original.__module__, "__qualname__": original.__qualname__}
     module.__dict__[_WHOLE] = context, always

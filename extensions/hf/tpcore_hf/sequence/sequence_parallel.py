@@ -23,13 +23,11 @@ from tpcore.train.pipeline import PipelinedLayers
 
 from ..plan import rules as plan
 from ..plan.decisions import Cut
-from ..plan.inputs import is_own, is_watched
+from ..plan.inputs import classes, is_known, is_own, is_refilled, is_watched
 from ..plan.rules import wildcard
 from ..shard.forwards import Draws, columns_by_owner, draw_inside, share_inputs, sum_gradients, with_forward
 
 _BLOCK = "_tpcore_token_region"
-_OURS = ("tpcore.", "tpcore_")
-_BY_TOKEN = (nn.Dropout, nn.Identity, nn.LayerNorm, nn.RMSNorm, nn.ModuleList, nn.ModuleDict)
 
 
 @dataclass(eq=False)
@@ -38,7 +36,7 @@ class Stack:
 
     always: bool
     """Whether nothing but blocks is between blocks, and they run in no caller: those of a pipeline."""
-    classes: list[type[nn.Module]] = field(default_factory=list)
+    blocks: list[type[nn.Module]] = field(default_factory=list)
     calls: list[tuple[bool, bool]] = field(default_factory=list)
     """Of those under way, whether one loops over the blocks itself, and needs whole tokens in between."""
 
@@ -61,28 +59,8 @@ class Block:
     def spreads(self, block: nn.Module) -> bool:
         """Whether nothing of a user's own would see some tokens: a hook, a forward set on a module, or another module
         or class where one was."""
-        return bool(self.watched) and not any(
-            is_watched(module) or not _kept([*module.children()], classes)
-            for module, classes in ((block.get_submodule(name), kinds) for name, kinds in self.watched.items())
-        )
-
-
-def _classes(module: nn.Module) -> list[type[nn.Module]]:
-    return [type(child) for child in module.children()]
-
-
-def _kept(now: list[nn.Module], before: list[type[nn.Module]]) -> bool:
-    """Whether what is of another class than ``before`` is known, or an adapter around one."""
-    kinds = [type(m) for m in now]
-    return kinds == before or all(
-        kind in before or kind.__module__.startswith("peft.") or _is_known(m)
-        for m, kind in zip(now, kinds, strict=True)
-    )
-
-
-def _is_known(module: nn.Module) -> bool:
-    """Whether its forward is tpcore's or transformers' own, or torch's of one token at a time, or of nothing."""
-    return type(module) in _BY_TOKEN or type(module).__module__.startswith(_OURS) or is_own(module)
+        seen = ((block.get_submodule(name), inside) for name, inside in self.watched.items())
+        return bool(self.watched) and not any(is_watched(m) or is_refilled(m, inside) for m, inside in seen)
 
 
 def _spread(module: nn.Module, block: Block) -> None:
@@ -147,7 +125,7 @@ def _hold(stack: Stack, name: str | None, caller: nn.Module, args: tuple[Any, ..
     between = (v for name, v in kwargs.items() if name != "attention_mask" and isinstance(v, list | dict))
     added = any(isinstance(t, Tensor) for v in between for t in (v.values() if isinstance(v, dict) else v))
     config = getattr(caller, "config", None)
-    loops = name is not None and is_own(caller) and _classes(getattr(caller, name)) == stack.classes
+    loops = name is not None and is_own(caller) and classes(getattr(caller, name)) == stack.blocks
     stack.calls.append((loops, added or any(kwargs.get(n, getattr(config, n, False)) for n in names)))
 
 
@@ -173,7 +151,7 @@ def cut_sequence(model: nn.Module, cuts: list[Cut], comm: Comm, draws: Draws) ->
             whole |= dict.fromkeys(mixers)
             spread = spread or not mixers
             _spread(block, Block(path, region, stack, block is children[-1][1], watched))
-        stack.classes = _classes(blocks)
+        stack.blocks = classes(blocks)
         if not (stack.always or is_own(around[-1])):
             whole[f"{'.'.join(callers) or 'the model'} ({type(around[-1]).__name__})"] = None
         for caller in around:
@@ -216,13 +194,13 @@ def _cut_block(
         if not isinstance(module, ParallelModule) and [*module.parameters(recurse=False)]:
             sum_gradients(module, region.comm, region.is_active)
     seen = {} if mixers else {path: m for path, m in block.named_modules() if m in {*outside.values(), *rows}}
-    return {path: _classes(m) for path, m in seen.items()}, mixers
+    return {path: classes(m) for path, m in seen.items()}, mixers
 
 
 def _mixes(module: nn.Module) -> bool:
     """Whether it might compute with several tokens."""
     normed = isinstance(module, ParallelModule) or any(word in type(module).__name__ for word in ("Norm", "Scale"))
-    return not _is_known(module) or not (normed or not [*module.parameters(recurse=False)])
+    return not is_known(module) or not (normed or not [*module.parameters(recurse=False)])
 
 
 def _stacks(model: nn.Module, cuts: list[Cut]) -> Iterator[tuple[str, nn.ModuleList | PipelinedLayers]]:

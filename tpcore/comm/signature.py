@@ -160,7 +160,8 @@ def disagreement(calls: Sequence[Call], ranks: Sequence[int], place: bool = Fals
             return (
                 f"ranks {ranks[0]} and {rank} of group {tuple(ranks)} disagree on their next collective:\n"
                 f"  rank {ranks[0]}: {calls[0]}\n  rank {rank}: {call}\n"
-                "Every rank of a group must make the same collectives in the same order."
+                "Every rank of a group must make the same collectives in the same order, also to save, generate or "
+                "evaluate: no rank alone."
             )
     return ended or (
         f"the ranks' hashes of their next collective differ, but the calls are equal: {calls[0]}\n"

@@ -31,8 +31,11 @@ from .accelerate import Accelerator
 from .choice import AUTO, choose_mesh
 from .model_files import is_sharded, load_model, load_state, of_other_ranks, save_state, saved, whole_state
 from .preemption import SaveOnPreemption, own_preemption
+from .shard.figures import parameter_count
 
 __all__ = ["Trainer"]
+
+transformers.trainer.get_model_param_count = parameter_count  # its loop has no method to ask
 
 
 class Trainer(transformers.Trainer):

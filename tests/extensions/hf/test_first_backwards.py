@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -127,6 +128,68 @@ def test_a_part_recomputed_by_itself_sums_too() -> None:
         late = layer.mlp.mlp.late
         assert late.is_leaf
         torch.testing.assert_close(late.grad, plain.model.layers[0].mlp.mlp.late.grad, rtol=1e-5, atol=1e-6)
+
+    run_ranks(TWO, rank)
+
+
+def _accumulated(part: Any, loss: Callable[[], Tensor]) -> None:
+    for _ in range(3):
+        (loss() / 3).backward()
+
+
+def _of_one_part(part: Any, loss: Callable[[], Tensor]) -> None:
+    part.model.norm(torch.ones(2, 2, 32, dtype=torch.float64)).sum().backward()
+    loss().backward()
+
+
+def _thawed(part: Any, loss: Callable[[], Tensor]) -> None:
+    part.requires_grad_(False)
+    part.model.layers[1].requires_grad_(True)
+    loss().backward()
+    part.requires_grad_(True)
+    loss().backward()
+
+
+def _after_grad(part: Any, loss: Callable[[], Tensor]) -> None:
+    torch.autograd.grad(loss(), [*part.parameters()])
+    loss().backward()
+
+
+def _kept(part: Any, loss: Callable[[], Tensor]) -> None:
+    (kept := loss()).backward(retain_graph=True)
+    kept.backward()
+
+
+WAYS: dict[str, Callable[[Any, Callable[[], Tensor]], Any]] = {
+    "accumulated": _accumulated,
+    "of one part": _of_one_part,
+    "thawed": _thawed,
+    "after autograd.grad": _after_grad,
+    "kept": _kept,
+    "of some inputs": lambda part, loss: (loss().backward(inputs=[part.model.norm.weight]), loss().backward()),
+    "two losses": lambda part, loss: (loss() + loss()).backward(),
+    "recomputed": lambda part, loss: (hf.recompute(part, use_reentrant=False), loss().backward()),
+    "recomputed inside": lambda part, loss: (
+        hf.recompute(part, use_reentrant=True),
+        part.enable_input_require_grads(),
+        loss().backward(),
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_whatever_the_first_backwards_are(way: str, wrong: bool) -> None:
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        part = tpcore.parallelize(model("added"), plan=PLAN).train()
+        norm = part.model.layers[0].input_layernorm
+        norm.register_forward_hook(lambda m, a, y: y * (1 + ctx.rank / 2) if wrong else None)
+        step = partial(WAYS[way], part, lambda: part(input_ids=IDS, labels=IDS, use_cache=False).loss)
+        if not wrong:
+            step()
+            return
+        with pytest.raises(ValueError, match=r"gradient of model.layers.\*.input_layernorm.weight, whole on each tp"):
+            step()
 
     run_ranks(TWO, rank)
 

@@ -24,6 +24,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 import tpcore
 from tpcore import Mesh
 from tpcore.testing import run_ranks
+from tpcore_hf.shard.figures import parameter_count
 from tpcore_hf.shard.logits import Logits
 
 TWO = Mesh({"tp": 2})
@@ -274,7 +275,8 @@ def test_other_doors_are_refused_with_the_remedy(how: str, tmp_path: Path) -> No
 
 
 def figures(model: Any) -> list[int]:
-    found = []
+    found = [parameter_count(model), parameter_count(model, trainable_only=True)]
+    assert found == [model.num_parameters(), model.num_parameters(only_trainable=True)]
     for m in inner(model).values():
         found += [m.num_parameters(), m.num_parameters(only_trainable=True), m.num_parameters(exclude_embeddings=True)]
         found += [m.get_memory_footprint(), m.get_memory_footprint(return_buffers=False)]

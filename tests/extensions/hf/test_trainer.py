@@ -36,6 +36,7 @@ from test_dropout_masks import Recorder
 
 import tpcore
 from tpcore import Mesh
+from tpcore_hf.shard.figures import parameter_count
 from tpcore_hf.trainer import Trainer, check_arguments
 
 CONTEXT_STAGES = Mesh({"pp": 2, "dp": 1, "cp": 2, "tp": 1})
@@ -66,6 +67,7 @@ def test_what_is_overridden_is_there_and_listed() -> None:
     for name, names in TRAINER.items():
         for cls in (transformers.Trainer, Trainer):
             assert [*inspect.signature(getattr(cls, name)).parameters] == ["self", *names], name
+    assert transformers.trainer.get_model_param_count is parameter_count
     own = {name for name in vars(Trainer) if hasattr(transformers.Trainer, name) and not name.startswith("__")}
     assert own == set(TRAINER)
 

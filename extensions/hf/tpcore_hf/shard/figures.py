@@ -25,6 +25,12 @@ def count_whole(model: nn.Module) -> None:
             model.__dict__[name] = MethodType(partial(_counted, method), model)
 
 
+def parameter_count(model: nn.Module, trainable_only: bool = False) -> int:
+    """Of a model of any kind, what the loop of transformers' Trainer prints."""
+    whole = (t for _, t in _named(nn.Module.named_parameters, model))
+    return sum(t.numel() for t in whole if t.requires_grad or not trainable_only)
+
+
 def _counted(method: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """What ``method`` of the class counts in a stand-in for ``model`` that has the whole tensors, without values."""
     whole = object.__new__(type(model))

@@ -151,7 +151,7 @@ def _thawed(part: Any, loss: Callable[[], Tensor]) -> None:
 
 
 def _after_grad(part: Any, loss: Callable[[], Tensor]) -> None:
-    torch.autograd.grad(loss(), [*part.parameters()])
+    torch.autograd.grad(loss(), [*part.parameters()], allow_unused=True)
     loss().backward()
 
 

@@ -35,7 +35,7 @@ from .shard.figures import parameter_count
 
 __all__ = ["Trainer"]
 
-transformers.trainer.get_model_param_count = parameter_count  # its loop has no method to ask
+vars(transformers.trainer)["get_model_param_count"] = parameter_count  # its loop has no method to ask
 
 
 class Trainer(transformers.Trainer):

@@ -246,6 +246,19 @@ def test_tokens_are_whole_where_they_must_be_alone(caplog: pytest.LogCaptureFixt
     assert "tokens stay whole around what may mix them: model.layers.*.mlp (Mine)" in caplog.text
 
 
+def test_what_is_called_alone_has_all_tokens() -> None:
+    x = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    want = made().get_submodule(MLP)(x)
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        model = tpcore.parallelize(made(), sequence_parallel=True)
+        for _ in range(2):
+            torch.testing.assert_close(model.get_submodule(MLP)(x), want)
+            result(model)
+
+    run_ranks(TWO, rank)
+
+
 def test_nothing_to_share_is_refused() -> None:
     model = made()
     all_of_class(model, "")

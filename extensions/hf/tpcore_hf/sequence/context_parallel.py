@@ -21,14 +21,12 @@ from tpcore.train.pipeline import PipelinedLayers
 from ..experts.layers import ShardedExperts
 from ..plan.heads import key_value_width
 from ..plan.inputs import classes, is_known, is_own
-from ..shard.forwards import with_forward
 from ..shard.refusals import guard
 from .batch import ATTENTION, DealtTokens, SequenceLoss
-from .rows import DealtRows, see_whole
+from .rows import DealtRows, deal_inside, see_whole
 
-_CONTEXT, _DEALT = "_tpcore_context", "_tpcore_dealt"
-"""Where attention modules find their model's ``DealtTokens``, and the model itself."""
-
+_CONTEXT = "_tpcore_context"
+"""Where attention modules find their model's ``DealtTokens``."""
 _FAMILIES = """
 afmoe albert apertus arcee aria_text axk1 beam bert biogpt camembert cohere cohere2 cohere2_moe cohere_compass_text
 cwm data2vec-text deepseek_v2 deepseek_v3 distilbert dots1 electra ernie ernie4_5 ernie4_5_moe esm esmc eurobert
@@ -89,15 +87,14 @@ def _reason(model: Any) -> str | None:
     state = next((type(m).__name__ for m in model.modules() if any(s in type(m).__name__ for s in _STATES)), None)
     rope = re.search("'rope_type': '(dynamic|longrope)'", str(getattr(config, "rope_parameters", None)))
     biased = any("relative_attention_bias" in name for name, _ in model.named_modules())
-    unknown = (f"{name} ({type(m).__name__})" for name, m in model.named_modules() if not is_known(m))
-    foreign = next((found for found in unknown if found != "mlm_loss_fct (CrossEntropyLoss)"), None)  # DistilBERT's
+    foreign = next((n for n, m in model.named_modules() if not is_known(m) and n != "mlm_loss_fct"), "")
     scored, compared = type(model).__name__.endswith(_HEADS), ", ".join(sorted(FAMILIES))
     reasons = {
         "it is an encoder with a decoder, whose cross attention sees another sequence": config.is_encoder_decoder,
         f"its {state} passes a state from token to token": state,
         "its attention adds a learned bias for each distance": biased,
         "its class is not transformers' own, and its forward would see one rank's tokens": not is_own(model),
-        f"{foreign} is not transformers' own, and its forward would see one rank's tokens": foreign,
+        f"the class of {foreign} is not transformers' own, and its forward would see one rank's tokens": foreign,
         f"{dropped}: ranks would draw other numbers than one process; set it to 0": dropped,
         f"rotary positions of type {rope and rope[1]} depend on the longest sequence of a batch": rope,
         f"it is none of {', '.join(_HEADS)}, whose loss is of each token: "
@@ -143,8 +140,7 @@ def cut_context(model: Any, comm: Comm, way: Callable[[int], Way]) -> None:
         base.register_forward_hook(context.leave)
     around = [module for module in base.modules() if any(inner in attentions for inner in module.modules())]
     layers = [m for m in around if isinstance(m, nn.ModuleList | PipelinedLayers)]
-    inside = {*around, *(inner for blocks in layers for inner in blocks.modules())}
-    outside = [m for m in base.modules() if m not in inside]
+    outside = {*base.modules()} - {*around, *(inner for blocks in layers for inner in blocks.modules())}
     for module in outside:
         # ESM scales tokens by the share of their row that is masked
         see_whole(module, context, always=model.config.model_type == "esm" and module is base.embeddings)
@@ -157,23 +153,10 @@ def cut_context(model: Any, comm: Comm, way: Callable[[int], Way]) -> None:
             layer.sequences = DealtRows(context, layer, model.get_submodule(name.rpartition(".")[0]))
     if shifted:
         model.loss_function = SequenceLoss(model.loss_function, context)
-    _deal_inside(model, context)
+    deal_inside(model, context)
     context.watched = {name: classes(m) for name, m in model.named_modules() if m not in outside}
     context.check_unseen(model)
     guard(model)
-
-
-def _deal_inside(model: nn.Module, context: DealtTokens) -> None:
-    """Let ``model`` deal the tokens in its forward, so that its hooks are around whole sequences."""
-    original = type(model)
-
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        context: DealtTokens = self.__dict__[_DEALT]
-        kwargs = context.before(self, args, kwargs)
-        return context.after(kwargs, original.forward(self, **kwargs), training=self.training)
-
-    model.__dict__[_DEALT] = context
-    model.__class__ = with_forward(original, forward)
 
 
 def _positions(model: Any) -> Callable[[Tensor, Tensor | None], Tensor]:

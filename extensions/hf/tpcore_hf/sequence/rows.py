@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from tpcore.layers.tokens import TokenOrder
 from ..plan.inputs import OURS, is_watched
 from .batch import DealtTokens
 
-_WHOLE = "_tpcore_whole"
+_WHOLE, _DEALT = "_tpcore_whole", "_tpcore_dealt"
 
 
 def see_whole(module: nn.Module, context: DealtTokens, always: bool) -> None:
@@ -28,9 +28,26 @@ def see_whole(module: nn.Module, context: DealtTokens, always: bool) -> None:
         run = partial(original.__call__, self)
         return _over_whole(context, run, args, kwargs) if always or is_watched(self, own=OURS) else run(*args, **kwargs)
 
-    names = {"__module__": original.__module__, "__qualname__": original.__qualname__}
     module.__dict__[_WHOLE] = context, always
-    module.__class__ = type(original.__name__, (original,), {**names, "__call__": call})
+    module.__class__ = _subclass(original, __call__=call)
+
+
+def deal_inside(model: nn.Module, context: DealtTokens) -> None:
+    """Let ``model`` deal the tokens in its forward, so that its hooks are around whole sequences."""
+    original = type(model)
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        context: DealtTokens = self.__dict__[_DEALT]
+        kwargs = context.before(self, args, kwargs)
+        return context.after(kwargs, original.forward(self, **kwargs), training=self.training)
+
+    model.__dict__[_DEALT] = context
+    model.__class__ = _subclass(original, forward=wraps(original.forward)(forward))
+
+
+def _subclass(original: type[nn.Module], **methods: Any) -> type[nn.Module]:
+    names = {"__module__": original.__module__, "__qualname__": original.__qualname__}
+    return type(original.__name__, (original,), names | methods)
 
 
 def _over_whole(context: DealtTokens, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -46,7 +46,7 @@ class Stack:
 
 
 @dataclass(eq=False)
-class Block:
+class BlockTokens:
     """What the class of a block knows of it."""
 
     name: str
@@ -63,14 +63,14 @@ class Block:
         return bool(self.watched) and not any(is_watched(m) or is_refilled(m, inside) for m, inside in seen)
 
 
-def _spread(module: nn.Module, block: Block) -> None:
+def _spread(module: nn.Module, block: BlockTokens) -> None:
     """Give ``module`` its tokens in the form that it can take. Around its call, between blocks of transformers' own
     loop each rank keeps some; hooks are inside. In the forward itself, which recomputation runs again, the form of the
     input is all that decides, and whole tokens leave where whole ones came."""
     original = type(module)
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        block: Block = self.__dict__[_BLOCK]
+        block: BlockTokens = self.__dict__[_BLOCK]
         region, x = block.region, args[0] if args else kwargs["hidden_states"]
         keeps = block.spreads(self)
         if region.is_marked(x, block.name) and not keeps:
@@ -81,7 +81,7 @@ def _spread(module: nn.Module, block: Block) -> None:
         return _after(region.leave, self, args, output) if block.is_last else output
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        block: Block = self.__dict__[_BLOCK]
+        block: BlockTokens = self.__dict__[_BLOCK]
         region, x = block.region, args[0] if args else kwargs["hidden_states"]
         marked = region.is_marked(x, block.name)
         active = marked or (region.divides(x) and block.spreads(self))
@@ -150,7 +150,7 @@ def cut_sequence(model: nn.Module, cuts: list[Cut], comm: Comm, draws: Draws) ->
             watched, mixers = _cut_block(model, path, inside, region, draws, blocks)
             whole |= dict.fromkeys(mixers)
             spread = spread or not mixers
-            _spread(block, Block(path, region, stack, block is children[-1][1], watched))
+            _spread(block, BlockTokens(path, region, stack, block is children[-1][1], watched))
         stack.blocks = classes(blocks)
         if not (stack.always or is_own(around[-1])):
             whole[f"{'.'.join(callers) or 'the model'} ({type(around[-1]).__name__})"] = None
@@ -170,7 +170,7 @@ def cut_sequence(model: nn.Module, cuts: list[Cut], comm: Comm, draws: Draws) ->
 def _cut_block(
     model: nn.Module, name: str, cuts: list[Cut], region: TokenRegion, draws: Draws, blocks: nn.Module
 ) -> tuple[dict[str, list[type[nn.Module]]], list[str]]:
-    """Let what is in a block have its tokens by ``region``. Returns ``Block.watched``, and what in it may mix them."""
+    """Let what is in a block have its tokens by ``region``. Returns ``watched``, and what in it may mix them."""
     block = model.get_submodule(name)
     routed = {cut.owner for cut in cuts if cut.style == plan.EXPERTS}
     of_experts = [cut for cut in cuts if any(cut.name.startswith(f"{owner}.") for owner in routed)]

@@ -208,6 +208,8 @@ def test_modules(line: str, rewritten: str | None, use: str, findings: int) -> N
         ("x.to(f'xla:{rank}')", "'xla:'", 0),
         ("if x.device.type == 'xla': pass", "'xla'", 0),
         ("def f(device='xla'): pass", "'xla'", 0),
+        ("if x.is_xla: pass", "x.is_xla", 0),
+        ("y = self.x.xla()", "self.x.xla", 0),
         ("parser.add_argument('--device', default='xla')", "'xla'", 0),
         ("dist.init_process_group(backend='xla')", "dist.init_process_group(backend='xla')", 0),
         ("import torch_xla", "import torch_xla", 1),

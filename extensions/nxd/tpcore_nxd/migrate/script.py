@@ -21,6 +21,7 @@ class Finding:
     note: str = ""
 
 
+_DEVICE = "this rank's device, whatever the backend; before initialization tpcore_nxd.utils.get_device()"
 Edit = tuple[int, int, int, int, str]
 """First line and byte, last line and byte of a part of the script, and other text for it."""
 
@@ -137,6 +138,9 @@ class Script:
         """Every device of xla, in whatever call or comparison; of groups, which ``starts`` make, the call."""
         groups = {id(node): call for call in starts for node in ast.walk(call)}
         for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and node.attr in ("is_xla", "xla"):
+                self.by_hand += 1
+                self.findings.append(Finding(node.lineno, ast.unparse(node), "tpcore.current().device", _DEVICE))
             if not (isinstance(node, ast.Constant) and re.fullmatch(r"xla(:\d*)?", str(node.value))):
                 continue
             self.by_hand += 1
@@ -144,8 +148,7 @@ class Script:
                 note = "tpcore joins the job by itself; a group that the script makes otherwise is used"
                 self.findings.append(Finding(call.lineno, ast.unparse(call), "nothing", note))
             else:
-                note = "this rank's device, whatever the backend; before initialization tpcore_nxd.utils.get_device()"
-                self.findings.append(Finding(node.lineno, repr(node.value), "tpcore.current().device", note))
+                self.findings.append(Finding(node.lineno, repr(node.value), "tpcore.current().device", _DEVICE))
 
     def _chains(self, tree: ast.AST) -> Iterator[tuple[ast.expr, str, str | None]]:
         """Longest dotted names that begin with an imported one, what they stand for, and what they reach

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import tpcore
 from tpcore import Block, ShardSpec
 from tpcore.checkpoint.forms.source import Reading
-from tpcore.checkpoint.read.source import ShardRule, opened, part, tensors_of
+from tpcore.checkpoint.read.source import ShardRule, opened, tensors_of, unsharded
 
 
 class Net(nn.Module):
@@ -72,7 +72,7 @@ def values(path: Path, rules: Sequence[ShardRule] = (), tp: int | None = None, *
     """The unsharded tensors of the model in a checkpoint of any form, which is of ``tp`` ranks."""
     with opened(path, Reading(**how), rules) as source:
         assert tp in (None, source.tp)
-        return {name: part(stored, 0, 1) for name, stored in tensors_of(source, rules).items()}
+        return {name: unsharded(stored) for name, stored in tensors_of(source, rules).items()}
 
 
 def edit(path: Path, change: Callable[[Any], object]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from typing import Literal, Protocol
 
 import torch
@@ -21,7 +21,10 @@ from ..runtime.context import ParallelContext
 from .storage.files import CHUNK
 from .storage.tensorfile import FileTensor, HasShape
 
-ONE = Mesh({"tp": 1})
+# one object for tensors of one shape, so that tables which are made for it are found at once
+over_tp = cache(lambda degree: Mesh({"tp": degree}))
+_cut_over_tp = lru_cache(1 << 12)(lambda spec: Layout.of(spec, "tp"))
+ONE = over_tp(1)
 
 
 class Shard(HasShape, Protocol):
@@ -83,7 +86,7 @@ class Stored:
         cls, where: str, spec: ShardSpec | None, m: int, tp_rank: int | None, shard: Callable[[int], Shard]
     ) -> Stored:
         """A tensor in shards of ``m`` tp ranks, for forms without other axes."""
-        return cls(where, None if spec is None else Layout.of(spec, "tp"), Mesh({"tp": m}), tp_rank, shard)
+        return cls(where, None if spec is None else _cut_over_tp(spec), over_tp(m), tp_rank, shard)
 
     @cached_property
     def first(self) -> Shard:
@@ -113,7 +116,7 @@ class Stored:
         """Why it can be loaded only at the degree of the save, or None if at any degree."""
         if isinstance(self.layout, Layout):
             return None
-        if self.layout is None and self._alike():
+        if self.layout is None and self._alike:
             return None
         why = (
             "its optimizer was saved without the model, or not made from model.named_parameters()"
@@ -124,6 +127,7 @@ class Stored:
         text = f"{self.where} can be loaded only at the degree it was saved at, tp={self.mesh.size}: "
         return f"{text}how it is cut is not on record, since {why}"
 
+    @cached_property
     def _alike(self) -> bool:
         first, *others = (self.shard(i) for i in range(self.mesh.size))
         if isinstance(first, MemoryShard):
@@ -141,10 +145,10 @@ class Stored:
     def plan(self, want: Layout | None = None, rank: int = 0, mesh: Mesh = ONE) -> ReadPlan:
         """How the part of ``rank`` on ``mesh`` is read; of one rank, the unsharded tensor. ``want``: its layout;
         None for the recorded one. Opens the shards. CheckpointError for a mesh that the layout does not fit."""
-        if self.kept(want, mesh):
+        layout = None if self.kept(want, mesh) else self.known_layout()
+        if layout is None or (want in (None, layout) and not layout.axes):
             nothing, shape = (0,) * len(self.first.shape), self.first.shape
             return ReadPlan(self, shape, [(self.first, Region(0, nothing, nothing, shape))])
-        layout = self.known_layout()
         want = want or layout
         try:
             shape = want.local_shape(mesh)

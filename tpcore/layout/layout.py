@@ -145,18 +145,9 @@ class Layout:
             ):
                 yield rank
 
-    def regions(self, mesh: Mesh, target: Layout, position: int, other: Mesh) -> Iterator[Region]:
+    def regions(self, mesh: Mesh, target: Layout, position: int, other: Mesh) -> tuple[Region, ...]:
         """The copies that build the part of ``position`` on ``other`` under ``target``: each entry once."""
-        if self.shape != target.shape:
-            raise ValueError(f"{self} and {target} are not layouts of one tensor")
-        target_boxes = target.boxes(position, other)
-        for src, source in _once(self, mesh):
-            for box in target_boxes:
-                lo = tuple(map(max, source.full, box.full))
-                ends = zip(source.full, source.size, box.full, box.size, strict=True)
-                size = tuple(min(a + n, b + m) - s for s, (a, n, b, m) in zip(lo, ends, strict=True))
-                if all(length > 0 for length in size):
-                    yield Region(src, offset(source, lo), offset(box, lo), size)
+        return _regions(self, mesh, target, position, other)
 
     def reshard(self, parts: Sequence[Tensor], mesh: Mesh, position: int, other: Mesh) -> Tensor:
         """The part of ``position`` on ``other``, from the parts of all ranks of ``mesh``."""
@@ -255,6 +246,20 @@ def _within(runs: list[_Run], spec: ShardSpec, rank: int, n: int) -> Iterator[_R
             length = min(piece.full + piece.length, run.local + run.length) - lo
             if length > 0:
                 yield _Run(run.full + lo - run.local, piece.local + lo - piece.full, length, run.copies * copies)
+
+
+@lru_cache(maxsize=1 << 12)
+def _regions(layout: Layout, mesh: Mesh, target: Layout, position: int, other: Mesh) -> tuple[Region, ...]:
+    if layout.shape != target.shape:
+        raise ValueError(f"{layout} and {target} are not layouts of one tensor")
+    regions = []
+    for (src, source), box in product(_once(layout, mesh), target.boxes(position, other)):
+        lo = tuple(map(max, source.full, box.full))
+        ends = zip(source.full, source.size, box.full, box.size, strict=True)
+        size = tuple(min(a + n, b + m) - s for s, (a, n, b, m) in zip(lo, ends, strict=True))
+        if all(length > 0 for length in size):
+            regions.append(Region(src, offset(source, lo), offset(box, lo), size))
+    return tuple(regions)
 
 
 @lru_cache(maxsize=1 << 12)

@@ -190,11 +190,11 @@ class OptimumShards(PickledShards):
 
     def _of_tied(self, name: str, pp_rank: int) -> int | None:
         """The sharded dim of a tensor that is recorded under another name, which has the same values on all ranks."""
-        shards = [self.read(file)[0][name] for file in self.files[pp_rank]]
+        shards = [self.contents(file)[0][name] for file in self.files[pp_rank]]
         if all(equal(t, shards[0]) for t in shards):
             return None  # not sharded: a buffer
         for stage, recorded in enumerate(self._recorded):
-            every = [self.read(file)[0] for file in self.files[stage]]
+            every = [self.contents(file)[0] for file in self.files[stage]]
             for other, dim in recorded.dims.items():
                 if all(equal(state.get(other), t) for state, t in zip(every, shards, strict=True)):
                     return dim

@@ -17,7 +17,7 @@ from tpcore.checkpoint.forms.native import Native
 from tpcore.checkpoint.forms.source import Reading, Source, SpecOf
 from tpcore.checkpoint.forms.whole import INDEX
 from tpcore.checkpoint.manifest import FORMAT, rank_dir
-from tpcore.checkpoint.read.source import ShardRule, StrPath, model_of, once, opened, part, specs_by, tensors_of
+from tpcore.checkpoint.read.source import ShardRule, StrPath, model_of, once, opened, specs_by, tensors_of, unsharded
 from tpcore.checkpoint.storage.files import (
     CHUNK,
     MANIFEST,
@@ -36,7 +36,10 @@ from tpcore.checkpoint.stored import ReadPlan, Stored
 from tpcore.checkpoint.write.save import put_in_place, write_state, write_tensor_files
 from tpcore.checkpoint.write.snapshot import Part, total_of
 from tpcore.errors import CheckpointError
+from tpcore.layout.layout import Layout
 from tpcore.layout.mesh import Mesh
+
+from .inspect import all_tensors
 
 _NOT_COPIED = tuple(
     ".safetensors .bin .pt .pth .ckpt .h5 .msgpack .gguf .onnx .index.json trainer_state.json".split()  # noqa: SIM905
@@ -216,9 +219,24 @@ def reshard(
     if tp < 1:
         raise ValueError(f"tp={tp} must be 1 or more ranks")
     with opened(src, how or Reading(), rules) as source:
+        _check_degree(tp, source, rules)
         joined = not isinstance(source, Native)
         _, left = _write_shards(source, out, tp, joined=joined, strict=strict, rules=rules, progress=progress)
     return left
+
+
+_FEW_RANKS, _MOST_RANKS = 64, 4096  # each has a directory of its own
+
+
+def _check_degree(tp: int, source: Source, rules: Sequence[ShardRule]) -> None:
+    """ValueError for so many ranks that no machine has them, or that many would have padding alone."""
+    sharded = [(t.layout, name) for name, t in all_tensors(source, rules) if isinstance(t.layout, Layout)]
+    sizes = [(layout.shape[cut.spec.dim or 0], name) for layout, name in sharded for cut in layout.cuts]
+    longest, name = max(sizes, default=(_MOST_RANKS, ""))
+    most = min(max(longest, _FEW_RANKS), _MOST_RANKS)
+    if tp > most:
+        why = f": the longest dim that is sharded, of {name!r}, has {longest} entries" if name else ""
+        raise ValueError(f"tp={tp} is too many ranks for {source.path}: give {most} or less{why}")
 
 
 def _write_shards(
@@ -243,7 +261,7 @@ def _write_shards(
                 raise CheckpointError(f"{next(iter(bound.values()))}. It can be left out")
             left |= dict.fromkeys(bound.values())
             if joined:
-                entries = stage.entries(lambda stored: part(stored, 0, 1), {"model", *bound})
+                entries = stage.entries(unsharded, {"model", *bound})
                 state = {"model": {name: stored.plan(None, rank, mesh) for name, stored in model.items()}, **entries}
             else:
                 state = stage.entries(lambda stored: stored.plan(None, rank, mesh), bound, model=True)  # noqa: B023

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import re
+import resource
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,10 @@ from typer.testing import CliRunner
 
 import tpcore
 from tpcore.checkpoint import load, save
+from tpcore.checkpoint.forms.source import Reading
+from tpcore.checkpoint.read.source import opened, tensors_of, unsharded
 from tpcore.cli.app import app
+from tpcore.errors import CheckpointError
 from tpcore.layout.mesh import Mesh
 from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
@@ -254,6 +258,58 @@ def test_resharding_warns_of_sizes_that_no_plain_layer_fits(tmp_path: Path) -> N
     save_file({"w": torch.ones(8, 4)}, tmp_path / "w.safetensors")
     said = run("reshard", tmp_path / "w.safetensors", tmp_path / "cut", "--tp", 3, "--cut", "w=0")
     assert "warning: tp=3 does not divide model.w: only" in said  # the rules are those of the source
+
+
+@pytest.mark.parametrize("tp", [97, 10**6, 10**20])
+def test_more_ranks_than_a_sharded_tensor_has_entries_are_refused(tmp_path: Path, tp: int) -> None:
+    save_file({"w": torch.ones(96, 4), "step": torch.ones(())}, tmp_path / "w.safetensors")
+    run("reshard", tmp_path / "w.safetensors", tmp_path / "cut", "--tp", 96, "--cut", "w=0")
+    said = run("reshard", tmp_path / "cut", tmp_path / "out", "--tp", tp, status=2)
+    assert f"tp={tp} is too many ranks for {tmp_path / 'cut'}: give 96 or less: the longest dim that is sharded" in said
+    said = run("reshard", tmp_path / "w.safetensors", tmp_path / "out", "--tp", max(tp, 4097), status=2)
+    assert "give 4096 or less" in said  # of copies: nothing is sharded
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("dims", [65, 20_000])
+def test_more_dims_than_a_tensor_of_torch_has_are_damage(tmp_path: Path, dims: int) -> None:
+    file, pickled, out = tmp_path / "w.safetensors", tmp_path / "w.pt", tmp_path / "out"
+    header = json.dumps({"w": {"dtype": "F32", "shape": [1] * dims, "data_offsets": [0, 4]}}).encode()
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    torch.save({"w": torch.zeros((1,) * 65)}, pickled)
+    for path, n in ((file, dims), (pickled, 65)):
+        for words in (["consolidate", path, out], ["reshard", path, out, "--tp", 1], ["inspect", path]):
+            said = run(*words, status=2)
+            assert f"'w' has {n} dims, and a tensor of torch 64 at most: it is damaged" in said
+    assert not out.exists()
+
+
+def test_differences_are_found_beside_equal_bits(tmp_path: Path) -> None:
+    """Of which no difference is taken: there the same NaN is no difference, and so it is between other bits."""
+    nan, zeros = torch.tensor([float("nan"), 0.0]), torch.tensor([0.0, -0.0])
+    save_file({"nan": nan, "zero": zeros, "w": torch.ones(2)}, tmp_path / "a.safetensors")
+    save_file({"nan": -nan, "zero": -zeros, "w": torch.tensor([1.0, 3.0])}, tmp_path / "b.safetensors")
+    (row,) = json.loads(run("diff", tmp_path / "a.safetensors", tmp_path / "b.safetensors", "--json", status=1))
+    assert (row["name"], row["absolute"]) == ("w", 2.0)
+
+
+def test_more_files_than_a_process_may_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of which is read through a descriptor of its own, and not if another file has taken its place."""
+    whole = {"w": torch.arange(96.0).view(48, 2), "b": torch.ones(4)}
+    save_file(whole, tmp_path / "w.safetensors")
+    run("reshard", tmp_path / "w.safetensors", tmp_path / "c", "--tp", 48, "--cut", "w=0")
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (before * 2 + 20, -1))
+    with opened(tmp_path / "c", Reading()) as source:
+        tensors = tensors_of(source)
+        assert torch.equal(unsharded(tensors["w"]), whole["w"])
+        assert len(os.listdir("/proc/self/fd")) < before + 24
+        last = tmp_path / "c" / "tp_rank_47" / "model.safetensors"
+        save_file({"w": torch.ones(1, 2)}, tmp_path / "other")
+        os.replace(tmp_path / "other", last)
+        with pytest.raises(CheckpointError, match=r"tp_rank_47.*was replaced or written to while it was read"):
+            unsharded(tensors["w"])
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_pickle_that_is_not_trusted_is_not_to_be_converted_by_the_same_command(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from tpcore.checkpoint import load
 from tpcore.checkpoint.forms import registry
 from tpcore.checkpoint.forms.rank_files import RankFiles, even_spec, grid
 from tpcore.checkpoint.forms.source import Fill, Form, Reading, Source, SpecOf, Stage, State
-from tpcore.checkpoint.read.source import part, read_shards
+from tpcore.checkpoint.read.source import read_shards, unsharded
 from tpcore.checkpoint.stored import MemoryShard, Stored
 from tpcore.errors import CheckpointError
 from tpcore.layout.mesh import Mesh
@@ -294,7 +294,7 @@ def test_order_of_copied_heads(order: tuple[int, ...], tmp_path: Path) -> None:
             found: Stored = source.stage(0, None, lambda name, shape, m: spec).model()["k"]
             return found
 
-    assert torch.equal(part(k(), 0, 1), heads.view(4, 2))
+    assert torch.equal(unsharded(k()), heads.view(4, 2))
     torch.save({"model": {"k": heads[0] + 1}}, tmp_path / "c" / "tp_rank_2" / "checkpoint.pt")
     with pytest.raises(CheckpointError, match="copies of the same heads"):
         k()

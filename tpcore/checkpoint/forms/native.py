@@ -19,7 +19,7 @@ from ..manifest import STATE, Manifest, check_format, rank_dir
 from ..storage.files import MALFORMED, MANIFEST, PREFIX, crc32_text, damage, loads, naming, read_file
 from ..storage.publish import resolve
 from ..storage.tensorfile import FileTensor, TensorFile, dtype_of
-from ..stored import LayoutOnRecord, Stored
+from ..stored import LayoutOnRecord, Stored, over_tp
 from ..tree import Leaf, Path, decode, dotted, filled, is_nested, is_optimizer, leaves, merged, parameter_names
 from .source import Fill, Form, OfParameter, Reading, Source, SpecOf, Stage, State
 
@@ -42,7 +42,7 @@ class Native(Source):
         for missing in sorted(listed - here):
             raise CheckpointError(f"{os.path.join(self.path, missing)} is missing")
         (self.tp, self.pp), self.save_id = self.manifest.degrees, self.manifest.save_id
-        self.over_tp, self.over_stages = Mesh({"tp": self.tp}), Mesh({"pp": self.pp, "tp": self.tp})
+        self.over_tp, self.over_stages = over_tp(self.tp), Mesh({"pp": self.pp, "tp": self.tp})
         self.rank = cache(partial(RankState, self))
 
     def file(self, name: str) -> str:
@@ -81,6 +81,7 @@ class RankState:
         name = self._name
         self.path = checkpoint.file(f"{name}/{STATE}")
         self._files: dict[str, TensorFile] = {}
+        self._known: dict[Leaf, tuple[FileTensor, LayoutOnRecord]] = {}
         data = read_file(self.path)
         if checkpoint.manifest.files[f"{name}/{STATE}"].crc32 != crc32_text(zlib.crc32(data)):
             raise CheckpointError(f"{self.path} is damaged, or of another save: {MANIFEST} has another checksum")
@@ -104,6 +105,8 @@ class RankState:
 
     def tensor(self, leaf: Leaf) -> tuple[FileTensor, LayoutOnRecord]:
         """A tensor that the state lists, and its layout. Its file is opened at first use."""
+        if leaf in self._known:
+            return self._known[leaf]
         file, name = leaf.file, leaf.name
         try:
             record = self._records[file].get(name)
@@ -122,7 +125,8 @@ class RankState:
             self._checkpoint.stack.callback(opened.close)
             self._check_save(opened.metadata.get("save_id"), opened.metadata.get("rank"), opened.path)
             self._files[file] = opened
-        return self._files[file].recorded(name, dtype, shape, crc32), layout
+        self._known[leaf] = self._files[file].recorded(name, dtype, shape, crc32), layout
+        return self._known[leaf]
 
 
 class NativeStage(Stage):
@@ -231,7 +235,6 @@ class NativeStage(Stage):
         if isinstance(layout, Layout) and layout.local_shape(mesh) != shard.shape:
             raise CheckpointError(f"{directory.path}: {where} is {shard.shape} and not a shard of {layout}")
 
-        @cache
         def shard_of(i: int) -> FileTensor:
             if i == here:
                 return shard

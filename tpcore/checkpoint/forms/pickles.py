@@ -17,6 +17,7 @@ from torch import Tensor
 from ... import nested
 from ...errors import CheckpointError
 from ..storage.files import open_regular
+from ..storage.tensorfile import check_dims
 from ..stored import MemoryShard
 from ..tree import is_nested, is_optimizer, leaves
 from .source import Reading
@@ -109,6 +110,7 @@ def mapped(t: Tensor, name: str, path: str) -> MemoryShard:
     """A tensor of a torch file as a shard. CheckpointError for sparse, quantized and meta tensors."""
     if _is_special(t):
         raise CheckpointError(f"{path}: {name!r} is of layout {t.layout}, dtype {t.dtype} on {t.device}")
+    check_dims(t.ndim, f"{path}: {name!r}")
     return MemoryShard(t)
 
 

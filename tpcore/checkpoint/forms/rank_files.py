@@ -7,6 +7,7 @@ import re
 from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +40,7 @@ class RankFiles(Source):
     def __init__(self, path: str, files: Sequence[Sequence[str]], how: Reading) -> None:
         self.path, self.files, self.how = path, files, how
         self.pp, self.tp = len(files), len(files[0])
+        self.contents = cache(self.read)  # each rank's stage asks for those of all ranks
 
     @abstractmethod
     def read(self, file: str) -> tuple[Mapping[str, Any], Entries]:
@@ -67,9 +69,9 @@ class _RankFilesStage(Stage):
     ) -> None:
         self._source, self._pp_rank, self._tp_rank, self._spec_of = source, pp_rank, tp_rank, spec_of
         self._files = source.files[pp_rank]
-        read = [source.read(file) for file in self._files]
+        read = [source.contents(file) for file in self._files]
         self._states = [state for state, _ in read]
-        rests = [rest for _, rest in read] + [source.read(file)[1] for file in alike]
+        rests = [rest for _, rest in read] + [source.contents(file)[1] for file in alike]
         self._rest, self._bound = rests[tp_rank or 0], differing(rests) if tp_rank is None else []
 
     def states(self) -> Sequence[Mapping[str, Any]]:

@@ -7,8 +7,10 @@ import math
 import mmap
 import os
 import re
+import resource
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
@@ -117,13 +119,24 @@ def write_tensors(
     return record, dict(zip(order, sums, strict=True))
 
 
+_MOST_DIMS = 64  # of an operation of torch
+
+
+def check_dims(dims: int, what: str) -> None:
+    """CheckpointError for a tensor that torch could not copy."""
+    if dims > _MOST_DIMS:
+        raise CheckpointError(f"{what} has {dims} dims, and a tensor of torch {_MOST_DIMS} at most: it is damaged")
+
+
 # -- reading ------------------------------------------------------------------------------------------------
 class TensorFile:
-    """An open safetensors file. All reads use one descriptor: a rename after the checks changes nothing."""
+    """An open safetensors file. All reads use one descriptor: a rename after the checks changes nothing. Where half of
+    a process's descriptors are in use, each read opens the file again, and another one there is an error."""
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._fd = open_regular(path)
+        self._fd: int | None = open_regular(path)
+        self._same = _version_of(self._fd)
         self.sound: set[str] = set()  # names of tensors whose checksum was compared and matched
         try:
             # safetensors' own reader first: it detects every kind of damaged header
@@ -140,11 +153,28 @@ class TensorFile:
                 # RuntimeError: torch cannot map the file
                 raise CheckpointError(f"{path} is not a whole safetensors file: {e}") from e
             raise
+        if self._fd > resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2:
+            self.close()
         self._data = 8 + len(text)
         self.metadata: dict[str, str] = self._entries.pop("__metadata__", None) or {}
 
     def close(self) -> None:
-        os.close(self._fd)
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    @contextmanager
+    def _descriptor(self) -> Iterator[int]:
+        if self._fd is not None:
+            yield self._fd
+            return
+        fd = open_regular(self.path)
+        try:
+            if _version_of(fd) != self._same:
+                raise CheckpointError(f"{self.path} was replaced or written to while it was read")
+            yield fd
+        finally:
+            os.close(fd)
 
     def names(self) -> list[str]:
         return list(self._entries)
@@ -153,6 +183,7 @@ class TensorFile:
         """A tensor as the header describes it, which safetensors has found to fit the file."""
         entry = self._entries[name]
         stored, start = entry["dtype"], self._data + entry["data_offsets"][0]
+        check_dims(len(entry["shape"]), f"{self.path}: {name!r}")
         if stored not in _DTYPES:
             raise CheckpointError(f"{self.path}: {name!r} has dtype {stored}, which is not supported")
         return FileTensor(self, name, tuple(entry["shape"]), _DTYPES[stored], start)
@@ -163,6 +194,7 @@ class TensorFile:
             raise CheckpointError(f"{self.path} has no tensor {name!r}")
         entry = self._entries[name]
         there = entry["dtype"], entry["shape"]
+        check_dims(len(shape), f"{self.path}: {name!r}")
         if there != _as_stored(dtype, shape):
             raise CheckpointError(
                 f"{self.path}: {name!r} is {there[0]} {there[1]}, on record {dtype_name(dtype)} {list(shape)}"
@@ -171,25 +203,29 @@ class TensorFile:
 
     def read_bytes(self, into: memoryview, at: int) -> None:
         done = 0
-        while done < len(into):
-            try:
-                n = os.preadv(self._fd, [into[done:]], at + done)
-            except OSError as e:
-                raise CheckpointError(f"cannot read {self.path}: {e.strerror}") from e
-            if n == 0:
-                raise CheckpointError(f"{self.path} is truncated")
-            done += n
+        with naming("read", self.path), self._descriptor() as fd:
+            while done < len(into):
+                n = os.preadv(fd, [into[done:]], at + done)
+                if n == 0:
+                    raise CheckpointError(f"{self.path} is truncated")
+                done += n
 
     def mapped(self, at: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A tensor over the mapped file. Its bytes are read at first use, so copy them soon."""
         skipped = at % mmap.ALLOCATIONGRANULARITY
         size = skipped + math.prod(shape) * dtype.itemsize
-        if os.fstat(self._fd).st_size < at - skipped + size:  # access beyond the end would be SIGBUS
-            raise CheckpointError(f"{self.path} is truncated")
-        with naming("map", self.path):  # ACCESS_COPY: writable, for torch has no read-only tensors
-            pages = mmap.mmap(self._fd, size, access=mmap.ACCESS_COPY, offset=at - skipped)
+        with naming("map", self.path), self._descriptor() as fd:
+            if os.fstat(fd).st_size < at - skipped + size:  # access beyond the end would be SIGBUS
+                raise CheckpointError(f"{self.path} is truncated")
+            # ACCESS_COPY: writable, for torch has no read-only tensors
+            pages = mmap.mmap(fd, size, access=mmap.ACCESS_COPY, offset=at - skipped)
         data = torch.frombuffer(pages, dtype=torch.uint8, offset=skipped)
         return (data.clone() if at % dtype.itemsize else data).view(dtype).view(shape)  # a clone is aligned
+
+
+def _version_of(fd: int) -> tuple[int, ...]:
+    found = os.fstat(fd)
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 @dataclass(frozen=True)

@@ -98,11 +98,3 @@ def test_without_its_extra_the_command_says_how_to_get_it(missing):
     assert done.returncode == 1
     assert done.stdout == ""
     assert done.stderr == (f"the tpcore command needs {missing}, which is not installed: pip install 'tpcore[cli]'\n")
-
-
-@pytest.mark.parametrize("words", [["no\x1b[31mne"], ["doctor", "--no\x1b[31mne"], ["doctor", "no\x1b[31mne"]])
-def test_words_of_the_command_line_do_not_reach_the_terminal_as_commands(words):
-    result = CliRunner().invoke(app, words)
-    assert result.exit_code == 2
-    assert "\\x1b[31m" in result.output
-    assert "\x1b[31m" not in result.output

@@ -309,6 +309,14 @@ def test_every_counterpart_is_there() -> None:
             assert hasattr(importlib.import_module(module), name), old
 
 
+def test_words_of_the_command_line_do_not_reach_the_terminal_as_commands() -> None:
+    for words in (["migrate", "no\x1b[31mne"], ["migrate", "--no\x1b[31mne"], ["no\x1b[31mne"]):
+        result = CliRunner().invoke(app, words)
+        assert result.exit_code == 2
+        assert "no\\x1b[31mne" in result.output
+        assert "\x1b[31m" not in result.output
+
+
 @pytest.mark.parametrize("write", [False, True])
 def test_the_command(write: bool, tmp_path: Path) -> None:
     (tmp_path / "old.py").write_text(NXD_01)

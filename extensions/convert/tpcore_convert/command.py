@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import warnings
 from collections.abc import Iterator
@@ -186,6 +187,8 @@ def _reporting(quiet: bool) -> Iterator[Progress]:
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
     console = Console(stderr=True)
     visible = not quiet and console.is_terminal
+    collecting = gc.isenabled()
+    gc.disable()  # which looks at all tensors again and again, and a command keeps them until its end
     bar = Bar(*columns, TimeRemainingColumn(), console=console, transient=True, disable=not visible)
     try:
         with bar, warnings.catch_warnings():
@@ -195,6 +198,9 @@ def _reporting(quiet: bool) -> Iterator[Progress]:
     except (CheckpointError, ValueError, OSError) as e:
         echo(f"error: {e}", err=True)
         raise typer.Exit(2) from e
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def _named_by(config: str, adapter: str) -> dict[str, Any]:

@@ -67,6 +67,22 @@ def _row(name: str, stored: Stored) -> TensorRow:
     return TensorRow(name, stored.shape, dtype_name(stored.dtype), cut, local, nbytes_of(stored), padded)
 
 
+_FEW_RANKS, _MOST_RANKS = 64, 4096  # each has a directory of its own
+
+
+def check_degree(tp: int, source: Source, rules: Sequence[ShardRule]) -> None:
+    """ValueError for so many ranks that no machine has them, or that many would have padding alone."""
+    if tp < 1:
+        raise ValueError(f"tp={tp} must be 1 or more ranks")
+    sharded = [(t.layout, name) for name, t in all_tensors(source, rules) if isinstance(t.layout, Layout)]
+    sizes = [(layout.shape[cut.spec.dim or 0], name) for layout, name in sharded for cut in layout.cuts]
+    longest, name = max(sizes, default=(_MOST_RANKS, ""))
+    most = min(max(longest, _FEW_RANKS), _MOST_RANKS)
+    if tp > most:
+        why = f": the longest dim that is sharded, of {name!r}, has {longest} entries" if name else ""
+        raise ValueError(f"tp={tp} is too many ranks for {source.path}: give {most} or less{why}")
+
+
 class Difference(NamedTuple):
     """``why``: a missing tensor or another shape or dtype. ``absolute``, ``relative``: largest ones of the values."""
 

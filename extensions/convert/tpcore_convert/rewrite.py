@@ -36,10 +36,9 @@ from tpcore.checkpoint.stored import ReadPlan, Stored
 from tpcore.checkpoint.write.save import put_in_place, write_state, write_tensor_files
 from tpcore.checkpoint.write.snapshot import Part, total_of
 from tpcore.errors import CheckpointError
-from tpcore.layout.layout import Layout
 from tpcore.layout.mesh import Mesh
 
-from .inspect import all_tensors
+from .inspect import check_degree
 
 _NOT_COPIED = tuple(
     ".safetensors .bin .pt .pth .ckpt .h5 .msgpack .gguf .onnx .index.json trainer_state.json".split()  # noqa: SIM905
@@ -203,7 +202,6 @@ def _new_files(out: str) -> Iterator[str]:
         yield stage
 
 
-# -- for another degree, and without pickle --------------------------------------------------------------------
 def reshard(
     src: StrPath,
     out: StrPath,
@@ -216,27 +214,10 @@ def reshard(
 ) -> list[str]:
     """Write the contents of ``src`` as a checkpoint for ``tp`` ranks. ``strict=False`` leaves out entries that can be
     loaded only at the degree of the save. Returns why entries were left out."""
-    if tp < 1:
-        raise ValueError(f"tp={tp} must be 1 or more ranks")
     with opened(src, how or Reading(), rules) as source:
-        _check_degree(tp, source, rules)
+        check_degree(tp, source, rules)
         joined = not isinstance(source, Native)
-        _, left = _write_shards(source, out, tp, joined=joined, strict=strict, rules=rules, progress=progress)
-    return left
-
-
-_FEW_RANKS, _MOST_RANKS = 64, 4096  # each has a directory of its own
-
-
-def _check_degree(tp: int, source: Source, rules: Sequence[ShardRule]) -> None:
-    """ValueError for so many ranks that no machine has them, or that many would have padding alone."""
-    sharded = [(t.layout, name) for name, t in all_tensors(source, rules) if isinstance(t.layout, Layout)]
-    sizes = [(layout.shape[cut.spec.dim or 0], name) for layout, name in sharded for cut in layout.cuts]
-    longest, name = max(sizes, default=(_MOST_RANKS, ""))
-    most = min(max(longest, _FEW_RANKS), _MOST_RANKS)
-    if tp > most:
-        why = f": the longest dim that is sharded, of {name!r}, has {longest} entries" if name else ""
-        raise ValueError(f"tp={tp} is too many ranks for {source.path}: give {most} or less{why}")
+        return _write_shards(source, out, tp, joined=joined, strict=strict, rules=rules, progress=progress)[1]
 
 
 def _write_shards(

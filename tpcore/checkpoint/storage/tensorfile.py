@@ -224,8 +224,7 @@ class TensorFile:
 
 
 def _version_of(fd: int) -> tuple[int, ...]:
-    found = os.fstat(fd)
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+    return (found := os.fstat(fd)).st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ OURS = ("tpcore.", "tpcore_")
 _OWN = ("transformers.", *OURS, "torch.")
 """Where the functions are of which a forward of transformers consists, its decorators with it."""
 _BY_TOKEN = {nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.Dropout, nn.Identity, nn.ReLU, nn.SiLU, nn.GELU}
-_BY_TOKEN |= {nn.Tanh, nn.Sigmoid, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.Sequential}
+_BY_TOKEN |= {nn.Tanh, nn.Sigmoid, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict, nn.Sequential}
 
 
 def is_own(module: nn.Module) -> bool:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import refuse_forked
+from .order import InOrder
 from .transport import Op, Pending, Transport
 from .wrapper import Checked, Operators
 
@@ -38,6 +39,8 @@ class Comm:
         """Widths of the padded parts that layers on this group make: a loss must know their true size."""
         self.layers = 0
         """How many layers this process has made on the group."""
+        self.blocks: int | None = None
+        """How many of the parts in which ``in_order`` divides sums a rank adds; 0 where they cannot be divided so."""
         self._sums = sums
         self._graphs = transport.in_graphs
         self.called("")
@@ -47,6 +50,15 @@ class Comm:
         self.name = name
         # used under torch.compile, which cannot follow a collective into its library
         self.operators = self._graphs or Operators(self.group, self.size, name)
+        return self
+
+    def in_order(self, most: int | None) -> Comm:
+        """Let sums have the same bits in groups of any power of two of ranks up to ``most``, if each rank gives the sum
+        in one tree (``order.tree``) of ``blocks`` parts. None: as it is. Return it."""
+        if most is not None:
+            self.blocks = most // self.size if most % self.size == 0 else 0
+            if self.size > 2:  # two numbers have one sum
+                self.transport = InOrder(self.transport)
         return self
 
     @property

@@ -60,9 +60,10 @@ def share_input(
     names = list(inspect.signature(owner.forward).parameters)
     if argument not in names:
         raise ValueError(f"{type(owner).__name__}.forward has no argument {argument!r} but {names}")
-    hook = partial(_copied, copy or partial(enter, spec=kinds.pop()), argument, names.index(argument))
+    spec = kinds.pop()
+    hook = partial(_copied, copy or partial(enter, spec=spec), argument, names.index(argument))
     owner.register_forward_pre_hook(hook, with_kwargs=True)
-    for column in columns:
+    for column in columns if spec[0].blocks is None else ():
         column.input_is_copied, column.sequence_dim = True, None
 
 
@@ -112,7 +113,7 @@ class ParallelQKV(nn.Module):
         for name, cut in parts.items():
             size = sum(block.size for block in cut)
             projection = column(hidden_size, size, bias, False, dtype, device, blocks=cut)
-            projection.input_is_copied = True
+            projection.input_is_copied = comm.blocks is None
             self.add_module(name, projection)
 
     @classmethod

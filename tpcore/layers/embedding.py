@@ -12,6 +12,7 @@ from ..comm import mappings as ops
 from ..layout.shard import ShardSpec
 from ..private import is_wrapped, unwrapped
 from .adopt import checked_plain, filled
+from .blocks import check_divides
 from .features import Features, check_tokens_dim, cut_features, tokens_over
 from .fused import leave
 from .initial import Init
@@ -111,6 +112,7 @@ class ParallelEmbedding(ParallelModule):
         if sparse and not self.tp.eager:
             raise ValueError("ParallelEmbedding(sparse=True): this backend's devices have no sparse tensors")
         cut = cut_features(self, "embedding_dim" if shard_across_embedding else "num_embeddings", 1, pad)
+        check_divides(self, cut)
         self.features = Features.of(cut if shard_across_embedding else ShardSpec((embedding_dim,)), self.tp.size)
         self._clears_padding = init_method is None
         spec = ShardSpec((num_embeddings, embedding_dim), int(shard_across_embedding))

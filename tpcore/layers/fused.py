@@ -11,19 +11,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..comm import mappings as ops
-from ..comm.comm import Comm
+from ..comm.blocks import CommSpec, shared
 from ..comm.observer import plain
 from . import quantized
 
 Affine = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 Forward = Callable[[Tensor, Tensor, Tensor | None, "CommSpec"], Tensor]
-CommSpec = tuple[Comm, int | None, torch.dtype | None]
-"""The Comm, the sequence dim (None without sequence parallelism), and the least precision to sum in."""
 
 
 def enter(x: Tensor, spec: CommSpec) -> Tensor:
     """All tokens of ``x``, a copy for each rank. Backward sums the copies' gradients."""
     comm, seq, dtype = spec
+    if comm.blocks is not None:
+        return shared(x, spec)
     return ops.copy(x, comm, dtype=dtype) if seq is None else ops.all_gather(x, comm, seq, dtype=dtype)
 
 
@@ -41,9 +41,13 @@ def autocast_of(device: str) -> Callable[[], torch.autocast]:
     return partial(torch.autocast, device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
 
 
-def _autocast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    # torch's autocast leaves float64 as it is, too
-    return x if x.dtype is torch.float64 else x.to(dtype)
+def autocasted(x: Tensor, weight: Tensor, bias: Tensor | None, device: str) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The arguments of a matmul as torch's autocast has them, which leaves float64 as it is."""
+    if x.is_meta or not torch.is_autocast_enabled(device):  # ("meta") is an error
+        return x, weight, bias
+    dtype = torch.get_autocast_dtype(device)
+    cast = [t if t is None or t.dtype is torch.float64 else t.to(dtype) for t in (x, weight, bias)]
+    return cast[0], cast[1], cast[2]  # type: ignore[return-value]
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -163,7 +167,10 @@ class _Row(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None
 
 
-def _fused(mapped: Any, function: Any, forward: Forward) -> Callable[..., Tensor]:
+Fused = Callable[..., Tensor]
+
+
+def _fused(mapped: Any, function: Any, forward: Forward) -> Fused:
     """One of the public functions below. Without gradients the autograd Function is left out, for its overhead."""
 
     def run(x: Tensor, weight: Tensor, bias: Tensor | None, spec: CommSpec, scale: Tensor | None = None) -> Tensor:
@@ -171,11 +178,7 @@ def _fused(mapped: Any, function: Any, forward: Forward) -> Callable[..., Tensor
         if scale is not None:
             y: Tensor = mapped(x, weight, bias, spec, partial(quantized.linear, scale=scale))
             return y
-        device = spec[0].device_type
-        if not x.is_meta and torch.is_autocast_enabled(device):  # ("meta") is an error
-            dtype = torch.get_autocast_dtype(device)
-            x, weight = _autocast(x, dtype), _autocast(weight, dtype)
-            bias = None if bias is None else _autocast(bias, dtype)
+        x, weight, bias = autocasted(x, weight, bias, spec[0].device_type)
         apply = function.apply if torch.is_grad_enabled() else forward
         y = (mapped if ops.transformed() else apply)(x, weight, bias, spec)
         return y

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from ..comm import mappings as ops
 from ..layout.shard import Block, ShardSpec
 from .adopt import checked_plain, filled
+from .blocks import linear_of
 from .features import Blocks, Copies, Features, check_tokens_dim, cut_features, refuse_width, tokens_over
-from .fused import column_linear, row_linear
 from .initial import Init, kaiming_uniform, uniform_bias
 from .module import Device
 from .quantized import QuantizableLinear
@@ -81,15 +81,15 @@ class ParallelLinear(QuantizableLinear):
     ) -> None:
         """Register weight and bias. ``cut``: of the output features (``side`` 0), or of the input features (1)."""
         self.features = Features.of(cut, self.tp.size)
+        self._linear = linear_of(self, cut, side)
         self.copies = Copies.of(cut, self, self.reduce_dtype)
         self.transposed = self.form.transposed
         shape = self.out_features, self.in_features
         spec = ShardSpec(shape[::-1] if self.transposed else shape, side ^ self.transposed, cut.blocks)
         self.shard_parameter("weight", spec, init_method or self.form.initial_weight, dtype, device)
+        self.register_parameter("bias", None)
         if bias is not None:
             self.shard_parameter("bias", bias, self.form.initial_bias(self.in_features), dtype, device)
-        else:
-            self.register_parameter("bias", None)
         self.register_parameter("weight_scale", None)
 
     def extra_repr(self) -> str:
@@ -161,10 +161,10 @@ class ColumnParallelLinear(ParallelLinear):
             bias = None if bias is None else self.copies(bias, 0)
         weight, added = weight.t() if self.transposed else weight, None if self.skip_bias_add else bias
         if self.input_is_copied:
-            y = self.outputs(self.product(x, weight, added))
+            y = self.product(x, weight, added)
         else:
-            spec = self.tp, self.sequence_dim, self.reduce_dtype
-            y = self.outputs(column_linear(x, weight, added, spec, self.weight_scale))
+            y = self._linear(x, weight, added, (self.tp, self.sequence_dim, self.reduce_dtype), self.weight_scale)
+        y = self.outputs(y)
         return (y, None if bias is None else self.outputs(bias)) if self.skip_bias_add else y
 
     def _enter(self, x: Tensor) -> Tensor:
@@ -263,7 +263,7 @@ class RowParallelLinear(ParallelLinear):
         return self.features.mask(x if self.input_is_parallel else self.features.scatter(x, self.tp), self.tp)
 
     def _matmul(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return row_linear(x, weight, bias, (self.tp, self.tokens_dim, self.reduce_dtype), self.weight_scale)
+        return self._linear(x, weight, bias, (self.tp, self.tokens_dim, self.reduce_dtype), self.weight_scale)
 
 
 def _conv1d_sizes(plain: nn.Module, layer: type[nn.Module]) -> tuple[int, int]:

@@ -2,7 +2,8 @@
 
 Each rank contributes a few numbers per token: the log-sum-exp over its part of the vocabulary, the target's
 logit if it is there, and for label smoothing the sum of its logits. One all-gather collects them. All ranks
-combine them in the same order, so the loss is the same on all.
+combine them in the same order, so the loss is the same on all. With ``reproducible`` each rank has several blocks of
+the vocabulary, and contributes such numbers for each.
 """
 
 from __future__ import annotations
@@ -39,14 +40,21 @@ def _chunks(logits: Tensor, comm: Comm) -> Iterator[slice]:
         yield slice(start, min(start + step, tokens))
 
 
-def _local_softmax(logits: Tensor, padding: Tensor | None, reads: bool, out: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Softmax over this rank's columns, in ``out`` if given, and the log-sum-exp of these columns.
+def _in_blocks(logits: Tensor, comm: Comm) -> Tensor:
+    blocks: Tensor = logits.unflatten(-1, (comm.blocks or 1, -1))
+    return blocks
+
+
+def _local_softmax(
+    logits: Tensor, padding: Tensor | None, comm: Comm, reads: bool, out: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Softmax over each of this rank's blocks of columns, in ``out`` if given, and the log-sum-exp of these columns.
 
     One fused kernel gives both: the largest softmax of a row is 1 / sum(exp(row - max(row))).
     """
     lowest = torch.finfo(logits.dtype).min
-    logits = fill_padding(logits, padding, lowest)
-    share = torch.softmax(logits, -1, out=out)
+    logits = _in_blocks(fill_padding(logits, padding, lowest), comm)
+    share = torch.softmax(logits, -1, out=None if out is None else _in_blocks(out, comm))
     largest = logits.amax(-1)
     log_sum = largest - share.amax(-1).log()
     if reads and not largest.is_meta and largest.amin() > lowest:
@@ -73,23 +81,24 @@ class _CrossEntropy(torch.autograd.Function):
         reads = eager and comm.reads_are_cheap
         if eager and logits.dtype is wide and ctx.needs_input_grad[0]:
             softmax = torch.empty_like(logits, memory_format=torch.contiguous_format)
-        rows = logits.new_empty((3 if smoothing else 2, len(target)), dtype=wide)
+        rows = logits.new_empty((comm.blocks or 1, 3 if smoothing else 2, len(target)), dtype=wide)
         for at in _chunks(logits, comm):
             chunk = logits[at].to(wide)
             if smoothing:
-                rows[2, at] = fill_padding(chunk, padding, 0.0).sum(-1)
+                rows[:, 2, at] = _in_blocks(fill_padding(chunk, padding, 0.0), comm).sum(-1).t()
             out = None if softmax is None else softmax[at]
-            _, rows[0, at] = _local_softmax(chunk, padding, reads, out)
-        rows[1] = torch.where(here, logits.gather(-1, local.unsqueeze(-1)).squeeze(-1), 0.0)
+            rows[:, 0, at] = _local_softmax(chunk, padding, comm, reads, out)[1].t()
+        rows[1:, 1] = 0.0  # only one number is another
+        rows[0, 1] = torch.where(here, logits.gather(-1, local.unsqueeze(-1)).squeeze(-1), 0.0)
 
-        gathered = comm.all_gather(rows.unsqueeze(0), 0)
+        gathered = comm.all_gather(rows, 0)
         log_sum = gathered[:, 0].logsumexp(0)
         target_logit = gathered[:, 1].sum(0)
         if smoothing:
             loss = log_sum - (1 - smoothing) * target_logit - smoothing / vocab * gathered[:, 2].sum(0)
         else:
             loss = log_sum - target_logit
-        ctx.save_for_backward(logits, (rows[0] - log_sum).exp(), local, here, counted)
+        ctx.save_for_backward(logits, (rows[:, 0] - log_sum).exp().t(), local, here, counted)
         ctx.args, ctx.softmax = (comm, smoothing, vocab), softmax
         return torch.where(counted, loss, 0.0)
 
@@ -105,16 +114,16 @@ class _CrossEntropy(torch.autograd.Function):
         padding = padding_of(logits, comm, vocab)
         # where instead of a product: the gradient of a mean over no tokens is inf
         scale = torch.where(counted, grad, 0.0).to(part.dtype).unsqueeze(-1)
-        part = part.unsqueeze(-1) * scale
+        part = part.unsqueeze(-1) * scale.unsqueeze(-1)
         hit = torch.where(here.unsqueeze(-1), scale * (smoothing - 1), 0.0)
         out = torch.empty_like(logits, memory_format=torch.contiguous_format) if softmax is None else softmax
         for at in _chunks(logits, comm):
             if softmax is None:
                 reads = comm.reads_are_cheap and _eager(comm)
-                chunk, _ = _local_softmax(logits[at].to(part.dtype), padding, reads, None)
+                chunk, _ = _local_softmax(logits[at].to(part.dtype), padding, comm, reads, None)
             else:
-                chunk = softmax[at]
-            chunk.mul_(part[at])
+                chunk = _in_blocks(softmax[at], comm)
+            chunk = chunk.mul_(part[at]).flatten(1)
             if smoothing:
                 chunk.sub_(scale[at] * (smoothing / vocab))
                 if padding is not None:

@@ -126,6 +126,17 @@ class ParallelModule(nn.Module):
         """``y``, this rank's part along ``dim``, as the observer returns it. ``kind``: features or tokens."""
         return y if self.observer is None else self.observer.part(y, self.tp, dim, kind)
 
+    @property
+    def reproducible(self) -> int | None:
+        """The context's. ValueError where the group's sums cannot be in its order."""
+        most = self._layout_ctx.reproducible
+        if most is not None and not self.tp.blocks:
+            raise ValueError(
+                f"{type(self).__name__}: with reproducible={most} sums are over groups of a power of two of ranks up "
+                f"to {most}, and its group has {self.tp.size}: pass a larger number to tpcore.init"
+            )
+        return most
+
     def comm_within(self, count: int) -> Comm:
         """The Comm over runs of ``count`` consecutive ranks of this layer's group, which hold the same part.
         A collective call."""

@@ -23,6 +23,11 @@ class _Norm(ParallelModule):
         super().__init__(group)
         self.normalized_shape = (shape,) if isinstance(shape, int) else tuple(shape)
         self.eps, self.sequence_parallel = eps, sequence_parallel
+        if sequence_parallel and self.reproducible is not None:
+            raise ValueError(
+                f"{type(self).__name__}(sequence_parallel=True) knows no dim of the tokens, which reproducible="
+                f"{self.reproducible} adds in blocks: leave it out, or let parallelize shard the model"
+            )
 
     def _whole(self, parameter: Tensor | None) -> Tensor | None:
         """The parameter for use on this rank's tokens. Backward sums its gradient over all ranks' tokens."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..comm import mappings as ops
 from ..comm.comm import Comm
+from .fused import enter
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class TokenRegion:
         return self.active
 
     def divides(self, x: Tensor) -> bool:
-        return x.ndim == 3 and x.shape[1] % self.comm.size == 0
+        return x.ndim == 3 and x.shape[1] % (self.comm.size * (self.comm.blocks or 1)) == 0
 
     def enter(self, x: Tensor) -> Tensor:
         """This rank's chunk of whole tokens, in its form."""
@@ -124,9 +125,7 @@ class TokenRegion:
 
     def copied(self, x: Tensor) -> Tensor:
         """The input of column layers: tokens are gathered from the ranks if they are cut."""
-        if self.active:
-            return ops.all_gather(x, self.comm, 1, dtype=torch.float32)
-        return ops.copy(x, self.comm, dtype=torch.float32)
+        return enter(x, (self.comm, 1 if self.active else None, torch.float32))
 
 
 @dataclass(frozen=True)

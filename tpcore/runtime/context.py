@@ -34,6 +34,8 @@ class ParallelContext:
     """In a checked run."""
     part_of: ParallelContext | None = field(default=None, compare=False)
     """The context of the whole job, if this one's mesh is a group of its ranks."""
+    reproducible: int | None = field(default=None, compare=False)
+    """The largest degree of tp up to which a job has the same bits (``tpcore.init``)."""
     ended: ExitStack = field(default_factory=ExitStack, init=False, compare=False)
     """Closed by ``shutdown``."""
     _comms: dict[tuple[tuple[str, ...], int | None], Comm] = field(default_factory=dict, init=False, compare=False)
@@ -69,7 +71,8 @@ class ParallelContext:
         if (axes, within) not in self._comms:
             self.refuse_forked()
             group = self.mesh.group(*axes, within=within)
-            self._comms[axes, within] = self.backend.comm(group, self.rank).called(group.name)
+            comm = self.backend.comm(group, self.rank).in_order(self.reproducible)
+            self._comms[axes, within] = comm.called(group.name)
         return self._comms[axes, within]
 
     def refuse_forked(self) -> None:
@@ -141,7 +144,11 @@ class ParallelContext:
                 if self.mesh.group(*names).members(self.rank) == members:
                     return self, names
         group_ctx = ParallelContext(
-            self.backend, Mesh({"group": comm.size}), members.index(self.rank), part_of=self.part_of or self
+            self.backend,
+            Mesh({"group": comm.size}),
+            members.index(self.rank),
+            part_of=self.part_of or self,
+            reproducible=self.reproducible,
         )
         group_ctx._comms[("group",), None] = comm
         return group_ctx, ("group",)
@@ -156,14 +163,14 @@ class ParallelContext:
             if comm.process_group is group:
                 return comm
         name = f"group {len(self._adopted)} of the program"
-        self._adopted.append(self.backend.comm_of(group).called(name))
+        self._adopted.append(self.backend.comm_of(group).in_order(self.reproducible).called(name))
         return self._adopted[-1]
 
     def grouped(self, name: str, partition: tuple[tuple[int, ...], ...]) -> Comm:
         """The Comm ``name`` over groups that no axes make. The first call of a name is collective over the world."""
         group_comm = next((comm for comm in self._adopted if comm.name == name), None)
         if group_comm is None:
-            group_comm = self.backend.comm(Group((), partition), self.rank).called(name)
+            group_comm = self.backend.comm(Group((), partition), self.rank).in_order(self.reproducible).called(name)
             self._adopted.append(group_comm)
         return group_comm
 

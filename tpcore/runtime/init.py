@@ -16,7 +16,9 @@ from ..layout.mesh import DATA, Mesh
 from ..log import inform
 from .consensus import agree, gather
 from .context import ParallelContext, current, enter_process, in_eager_mode, is_initialized, leave_process
+from .gradients import summed_in_trees
 from .guards import whole_tensors_only
+from .reproducible import check
 
 
 def default_backend() -> tuple[str, str]:
@@ -58,14 +60,16 @@ def mesh_of(tp: int, pp: int, ep: int, cp: int, world: int) -> Mesh:
 
 
 def _check_mesh(ctx: ParallelContext) -> None:
-    """Raise ValueError on all ranks if their meshes differ: their groups would not match."""
+    """Raise ValueError on all ranks if their meshes differ: their groups would not match; or their order of sums."""
     if not ctx.world.eager:
         return  # each gather would compile a program; there the first group that differs ends the job
     agree(
-        gather(dict(ctx.mesh.axes), ctx.world),
+        gather(
+            {**ctx.mesh.axes, **({} if ctx.reproducible is None else {"reproducible": ctx.reproducible})}, ctx.world
+        ),
         lambda rank, first, other: ValueError(
             f"rank 0 has the mesh {first} and rank {rank} has {other}: "
-            "call tpcore.init with the same tp, pp, ep and cp on every rank"
+            "call tpcore.init with the same tp, pp, ep, cp and reproducible on every rank"
         ),
     )
 
@@ -78,6 +82,7 @@ def init(
     ep: int = 1,
     cp: int = 1,
     timeout: float | None = None,
+    reproducible: int | None = None,
     **others: NoReturn,
 ) -> ParallelContext:
     """Join the job that ``torchrun`` started and divide it into tp groups; dp is the rest of the world.
@@ -94,10 +99,14 @@ def init(
         cp: ranks among which the tokens of each sequence are divided.
         timeout: seconds that a collective waits for a rank before every rank gets an error; default
             ``TPCORE_TIMEOUT`` or 120.
+        reproducible: a power of two, the largest degree of tp up to which losses and weights have the same bits as at
+            any other: what ranks add is computed in so many blocks, at tp=1 too, and added in one tree
+            (docs/reproducible.md). None: they are computed as is fastest.
         others: none; a TypeError for another axis says which there are.
 
     Raises:
-        ValueError: pp times ep times cp times tp does not divide the world.
+        ValueError: pp times ep times cp times tp does not divide the world; or the job cannot be ``reproducible``, for
+            pp, ep, cp, a degree that is no power of two, or several threads on a CPU.
         RuntimeError: it is called twice.
         BackendError: the backend is missing or cannot run here.
     """
@@ -105,8 +114,8 @@ def init(
         unknown: dict[str, object] = dict(others)
         wrong = ", ".join(f"{name}={value!r}" for name, value in unknown.items())
         raise TypeError(
-            f"tpcore.init() takes backend, tp, pp, ep, cp and timeout, not {wrong}. The axes of its mesh are pp, dp, "
-            "ep, cp and tp, where dp is what the others leave of the world"
+            f"tpcore.init() takes backend, tp, pp, ep, cp, timeout and reproducible, not {wrong}. The axes of its mesh "
+            "are pp, dp, ep, cp and tp, where dp is what the others leave of the world"
         )
     if is_initialized():
         mesh = dict(current().mesh.axes)
@@ -125,13 +134,16 @@ def init(
     rank, world = chosen.start(seconds)
     try:
         divided = mesh_of(tp, pp, ep, cp, world)
-        ctx = _divided(chosen, divided, rank, _observer(ParallelContext(chosen, divided, rank)))
+        check(reproducible, divided, chosen.device())
+        ctx = _divided(chosen, divided, rank, _observer(ParallelContext(chosen, divided, rank)), reproducible)
     except BaseException:
         chosen.stop()
         raise
     if ctx.observer is not None:
         ctx.ended.enter_context(in_eager_mode())
     ctx.ended.enter_context(whole_tensors_only())
+    if reproducible is not None:
+        ctx.ended.enter_context(summed_in_trees())
     enter_process(ctx)
     return ctx
 
@@ -149,9 +161,11 @@ def _observer(ctx: ParallelContext) -> Observer | None:
     return observer
 
 
-def _divided(backend: Backend, mesh: Mesh, rank: int, observer: Observer | None) -> ParallelContext:
+def _divided(
+    backend: Backend, mesh: Mesh, rank: int, observer: Observer | None, reproducible: int | None
+) -> ParallelContext:
     """A context whose groups of single axes are made: here, on all ranks in the same order, as that is collective."""
-    ctx = ParallelContext(backend, mesh, rank, observer)
+    ctx = ParallelContext(backend, mesh, rank, observer, reproducible=reproducible)
     check_fits(backend, mesh)
     _check_mesh(ctx)  # over the world, the first group
     for axes in (*((axis,) for axis in mesh.axes), mesh.present(DATA)):
@@ -162,7 +176,9 @@ def _divided(backend: Backend, mesh: Mesh, rank: int, observer: Observer | None)
 def remesh(tp: int = 1, pp: int = 1, *, ep: int = 1, cp: int = 1) -> ParallelContext:
     """Divide the running job anew, before it has layers or optimizers. Collective. Raises ValueError as ``init``."""
     old = current()
-    ctx = _divided(old.backend, mesh_of(tp, pp, ep, cp, old.mesh.size), old.rank, old.observer)
+    mesh = mesh_of(tp, pp, ep, cp, old.mesh.size)
+    check(old.reproducible, mesh, old.device)
+    ctx = _divided(old.backend, mesh, old.rank, old.observer, old.reproducible)
     ctx.ended.enter_context(old.ended.pop_all())
     leave_process()
     enter_process(ctx)

@@ -30,8 +30,14 @@ def manual_seed(seed: int) -> None:
 @contextmanager
 def sharded() -> Iterator[None]:
     """Draw different numbers on each tp rank inside a ``with`` block, reproducible from the seed: for dropout on
-    activations cut over tp, and over cp where ranks have other tokens. All ranks of both must enter it."""
+    activations cut over tp, and over cp where ranks have other tokens. All ranks of both must enter it. ValueError in a
+    ``reproducible`` job, for the numbers of a rank are not those of its part at another degree."""
     ctx = current()
+    if ctx.reproducible is not None:
+        raise ValueError(
+            f"reproducible={ctx.reproducible}: dropout where each rank has a part, of the heads, the features or the "
+            "tokens, draws other numbers at another degree: set its probability to 0"
+        )
     seed = draw()
     state = ctx.backend.get_rng_state()
     place = ctx.coord("tp") + ctx.mesh.axes["tp"] * ctx.mesh.coords(ctx.rank).get("cp", 0)

@@ -8,6 +8,7 @@ import time
 import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from contextvars import copy_context
 from functools import partial
 from typing import Any, TypeVar
@@ -23,7 +24,9 @@ from ..errors import BackendError, CollectiveMismatchError, CollectiveTimeoutErr
 from ..layout.mesh import Group, Mesh
 from ..processes.transfer import Outcome, outcome_of, root_cause
 from ..runtime.context import ParallelContext, use
+from ..runtime.gradients import summed_in_trees
 from ..runtime.guards import whole_tensors_only
+from ..runtime.reproducible import check
 
 GRACE = 5.0  # seconds for ranks to end once one has failed, or the time is over
 T = TypeVar("T")
@@ -220,17 +223,24 @@ class ThreadBackend(Backend):
 
 
 def run_ranks(
-    mesh: Mesh, fn: Callable[[ParallelContext], T], *, backend: type[ThreadBackend] = ThreadBackend
+    mesh: Mesh,
+    fn: Callable[[ParallelContext], T],
+    *,
+    backend: type[ThreadBackend] = ThreadBackend,
+    reproducible: int | None = None,
 ) -> list[T]:
     """Call ``fn(ctx)`` on every rank of ``mesh``; return the results in rank order. Every rank starts from the
-    caller's random state. If ranks fail, the first failure that is not a consequence of another is raised."""
+    caller's random state. ``reproducible``: as in ``tpcore.init``.
+
+    If ranks fail, the first failure that is not a consequence of another is raised."""
+    check(reproducible, mesh, torch.device("cpu"))
     world = ThreadWorld(mesh.size)
 
     def one(rank: int) -> T:
-        with use(ParallelContext(backend(rank, world), mesh, rank)) as ctx:
+        with use(ParallelContext(backend(rank, world), mesh, rank, reproducible=reproducible)) as ctx:
             return fn(ctx)
 
-    with whole_tensors_only():
+    with whole_tensors_only(), nullcontext() if reproducible is None else summed_in_trees():
         outcomes = world.run(one)
     error = root_cause(outcomes)
     if error is not None:

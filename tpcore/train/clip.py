@@ -15,6 +15,7 @@ from ..layers.sharding import sharding
 from ..layout.slices import Share, narrowed
 from ..runtime.context import current
 from .parameters import Parameters, unique_parameters
+from .reproducible import norm_in_order
 
 Parts = list[tuple[Tensor, int]]
 """(piece of a gradient, number of ranks in the sum that have it)."""
@@ -58,6 +59,15 @@ def addend_of(parameter: Tensor) -> Addend:
     grad, (comm, shares) = parameter.grad, shares_of(parameter)
     # part of the sum even if no rank has a gradient
     return Addend(parameter.dtype, comm, [] if grad is None else _parts(grad, shares))
+
+
+@torch.no_grad()
+def norm_of_gradients(parameters: Sequence[Tensor], p: float) -> Tensor:
+    """The norm of the full gradient of ``parameters``. Collective."""
+    device = parameters[0].device if parameters else None
+    if current().reproducible is not None and p != float("inf"):
+        return norm_in_order([(q, q.grad) for q in parameters], p, device)
+    return norm_of([addend_of(q) for q in parameters], p, device)
 
 
 @torch.no_grad()
@@ -135,6 +145,6 @@ def clip_grad_norm(parameters: Parameters, max_norm: float, norm_type: float | s
                 )
             norm: Tensor = optimizer.clip(max_norm, p)
             return norm
-    norm = norm_of([addend_of(q) for q in unique], p, unique[0].device if unique else None)
+    norm = norm_of_gradients(unique, p)
     scale_to((q.grad for q in unique if q.grad is not None), norm, max_norm)
     return norm

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..comm.comm import Comm
 from ..comm.transport import CPU, Pending
+from ..runtime.gradients import check_sums
 from .parameters import Parameters, average_experts, data_comm, unique_parameters
 
 T = TypeVar("T")
@@ -153,6 +154,7 @@ def reduce_beside(parameters: Parameters, under_way: Sequence[Bucket]) -> None:
     """``reduce_gradients``, of which the buckets ``under_way`` are started."""
     by_comm: dict[Comm, tuple[list[Tensor], list[Bucket]]] = {}
     unique = unique_parameters(parameters)
+    check_sums(unique)
     average_experts(unique)
     for p in unique:
         if p.requires_grad:

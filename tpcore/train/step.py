@@ -12,7 +12,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from ..runtime.context import current
-from .clip import addend_of, check_max_norm, norm_of, scale_to
+from .clip import check_max_norm, norm_of_gradients, scale_to
 from .data_parallel import buckets_of, overlap_of, reduce_beside
 from .parameters import check_not_replaced, unique_parameters
 from .zero import Zero1
@@ -41,8 +41,7 @@ class Stepping:
 
     def norm(self) -> Tensor:
         """The norm of the full gradient. Collective."""
-        device = self._parameters[0].device if self._parameters else None
-        return norm_of([addend_of(p) for p in self._parameters], 2.0, device)
+        return norm_of_gradients(self._parameters, 2.0)
 
     def skip(self) -> None:
         """Take no step."""

@@ -26,15 +26,16 @@ from tpcore.layers.sharding import sharding
 from tpcore.log import inform
 from tpcore.private import backward_hooks
 from tpcore.runtime.context import ParallelContext, current, use
+from tpcore.runtime.gradients import sum_in_tree
 from tpcore.train.pipeline import find_layers
 
-from .experts.dispatch import GATHERED, Dispatch
-from .experts.layers import check_dispatch, dispatch_by
+from .experts.dispatch import GATHERED, Dispatch, check_dispatch
+from .experts.layers import dispatch_by
 from .generate.alike import batch_alike, generate_alike
 from .load.gathered import save_whole
 from .load.lazy import read_parts, stored_weights
 from .plan import rules as styles
-from .plan.decisions import Cut, attentions, check_inside, decide
+from .plan.decisions import Cut, attentions, check_in_blocks, check_inside, decide
 from .plan.heads import check_fit, gather_attentions, head_size, heads_argument, localize
 from .plan.inputs import is_own
 from .plan.model import checked_model, rules_of
@@ -154,6 +155,7 @@ def parallelize(
             elif quantize is not None:
                 for _, layer in quantized.layers_of(base):
                     quantized.quantize(base, layer, quantize)
+        sum_in_tree(model.parameters())
         if checked_calls():
             FirstBackwards(context.comm("tp")).watch(base)
     return model
@@ -191,10 +193,16 @@ def _decided(model: nn.Module, options: ParallelizeOptions) -> tuple[Mapping[str
             f"dispatch={sending.way!r} with capacity_factor={factor} over cp={cp}: seats would be for a rank's own "
             f"tokens, not for whole sequences: pass dispatch={GATHERED!r}, or no capacity_factor"
         )
-    if tp * options.stages == 1:
+    most = options.ctx.reproducible
+    if tp * options.stages == 1 and most is None:
         cuts = of_experts  # where steps are compiled, they are one program at tp=1 too
-    if tp > 1:
+    if most is not None:  # heads of zeros would be others at each degree
+        check_in_blocks(cuts, most)
+        if factor is not None:
+            raise ValueError(f"capacity_factor={factor} drops choices by rank: leave it out, or reproducible={most}")
+    elif tp > 1:
         cuts = with_padding(model, cuts, tp)
+    if tp > 1 or most is not None:
         check_inside(model, cuts, rules)
     check_fit(type(model).__name__, [need for cut in cuts for need in cut.needs], tp)
     return rules, cuts

@@ -16,6 +16,7 @@ from ...comm.transport import CPU, Pending
 from ...layout.slices import Share, narrowed
 from ...private import accumulation_hooks
 from ...runtime.context import current
+from ...runtime.gradients import check_sums, sum_in_tree
 from ..clip import Addend, Parts, shares_of
 from ..data_parallel import Bucket, buckets, present_anywhere
 
@@ -72,6 +73,10 @@ class ParameterChunk:
         """Gather a tensor of the parameter's shape from the dp ranks' chunks. Collective over dp."""
         rows = self.dp.all_gather(part.unsqueeze(0), 0)
         return rows.reshape(-1)[: self.numel].view(self.parameter.shape)
+
+    def gradient(self) -> Tensor | None:
+        """The whole mean gradient of the parameter's local shard. Collective over dp."""
+        return None if self.value.grad is None else self.whole(self.value.grad)
 
     def fill(self) -> None:
         """Set ``value`` from the parameter, which a checkpoint may have changed since the last step. A master value
@@ -167,6 +172,12 @@ class Accumulation:
     """With a ``dtype``, sums the gradients of several backwards in it, and frees ``.grad`` at once."""
 
     def __init__(self, dtype: torch.dtype | None) -> None:
+        most = current().reproducible
+        if dtype is not None and most is not None:
+            raise ValueError(
+                f"grad_dtype={dtype} adds the gradients of several backwards one by one, and reproducible={most} in a "
+                "tree, in the dtype of the parameters: leave it out"
+            )
         self._dtype = dtype
         self._sums: dict[Tensor, Tensor] = {}
         self._handles: dict[Tensor, int] = {}
@@ -178,6 +189,8 @@ class Accumulation:
 
     def watch(self, parameters: Iterable[Tensor]) -> None:
         """Sum the gradients of these parameters from now on. A move to another device loses the hook: call it again."""
+        parameters = list(parameters)
+        sum_in_tree(parameters)
         for p in parameters if self._dtype is not None else ():
             if p.requires_grad and self._handles.get(p) not in accumulation_hooks(p):
                 # a reference that keeps no optimizer alive
@@ -250,6 +263,7 @@ class Reduction:
     def run(self, chunks: Sequence[ParameterChunk], under_way: Sequence[Bucket]) -> list[ParameterChunk]:
         """Give ``chunks`` their gradients, and free those of the parameters. ``under_way``: buckets that are started.
         Returns the chunks that have a gradient on any dp rank, filled with their values."""
+        check_sums(chunk.parameter for chunk in chunks)
         device = chunks[0].parameter.device if chunks else CPU
         has = [self._gradients.of(chunk.parameter) is not None for chunk in chunks]
         has += [bucket.changed() for bucket in under_way]

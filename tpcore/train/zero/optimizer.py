@@ -15,6 +15,7 @@ from ...runtime.context import current
 from ..clip import norm_of, scale_to
 from ..data_parallel import Bucket, overlap_of, present_anywhere
 from ..parameters import check_for_parts, check_not_replaced, data_comm, named_of, names_of
+from ..reproducible import norm_in_order
 from .chunk import Accumulation, ParameterChunk, ReadRun, Reduction, in_buckets, kind_of
 from .elementwise import check_elementwise, own_parts
 from .state import IN_STEP, MASTER, Outline, check_kind, entries_of, outline_of, renumbered
@@ -182,6 +183,8 @@ class Zero1(torch.optim.Optimizer):
         """The norm of the full mean gradient, as of ``clip_grad_norm``; after ``reduce_gradients``."""
         chunks = [chunk for parameter, chunk in self._chunks.items() if parameter.requires_grad]
         device = next((parameter.device for parameter in self._chunks), None)
+        if current().reproducible is not None and p != float("inf"):
+            return norm_in_order(((chunk.parameter, chunk.gradient()) for chunk in chunks), p, device)
         comms = sorted({chunk.dp for chunk in chunks} | {self._dp}, key=lambda comm: comm.group.axes)
         norms = [norm_of([chunk.addend(p) for chunk in chunks if chunk.dp is dp], p, device, dp) for dp in comms]
         return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), p)

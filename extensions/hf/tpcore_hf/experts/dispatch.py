@@ -6,17 +6,20 @@ rank instead of an expert: a token goes once to a rank, however many experts it 
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tpcore.comm import mappings as ops
 from tpcore.comm.comm import Comm
+
+from ..plan import rules as plan
 
 GATHERED, ALL_TO_ALL, AUTO = "gathered", "all_to_all", "auto"
 
@@ -229,3 +232,18 @@ def _product(experts: Any, number: int, name: str, x: Tensor) -> Tensor:
     weight = getattr(experts, name)[number]
     y: Tensor = x @ (weight if experts.is_transposed else weight.t())
     return y + getattr(experts, f"{name}_bias")[number] if experts.has_bias else y
+
+
+def check_dispatch(model: str, experts: Mapping[str, nn.Module], dispatch: Dispatch) -> None:
+    """ValueError for a way or a capacity that no layer of ``model`` can have. ``experts``: its layers, by name."""
+    if dispatch != Dispatch() and not experts:
+        raise ValueError(
+            f"dispatch={dispatch.way!r}, capacity_factor={dispatch.capacity_factor}: {model} has no layers of experts "
+            "that its plan shards"
+        )
+    for name, layer in experts.items() if dispatch.capacity_factor is not None else ():
+        if not has_known_form(layer) or "top_k_index" not in inspect.signature(layer.forward).parameters:
+            raise ValueError(
+                f"capacity_factor: {plan.wildcard(name)} ({type(layer).__name__}) computes in a form of its own, "
+                "which cannot be given some tokens for each expert: leave it out"
+            )

@@ -21,6 +21,7 @@ from tpcore.backend.interface import Backend
 from tpcore.comm import mappings as ops
 from tpcore.comm.comm import Comm
 from tpcore.layers.adopt import filled
+from tpcore.layers.blocks import check_divides
 from tpcore.layers.embedding import exporting
 from tpcore.layers.module import ParallelModule
 from tpcore.layout.layout import AxisCut, Layout
@@ -30,6 +31,7 @@ from ..plan import rules as plan
 from ..plan.heads import Need
 from ..private import EXPERTS, PASSES_OTHERS
 from ..sequence.rows import DealtRows
+from .blocks import summed_in_blocks
 from .dispatch import (
     ALL_TO_ALL,
     Dispatch,
@@ -81,6 +83,8 @@ class ShardedExperts(ParallelModule):
         """This rank's part of experts of transformers. ``specs``: of each of their parameters."""
         layer = filled(cls(specs, comm, ep), plain)
         layer._standard = has_known_form(plain)
+        for cut in specs.values():
+            check_divides(layer, cut)
         if layer.of_a_rank is not None:
             # transformers' own forwards pass by numbers of experts that are not here, in this mode
             vars(layer).update({"num_experts": layer.of_a_rank, PASSES_OTHERS: True})
@@ -105,15 +109,17 @@ class ShardedExperts(ParallelModule):
         if self.sequences is not None and self.dispatch.capacity_factor is not None:
             bound |= self._with_seats(bound[_NUMBERS], bound[_WEIGHTS], self.sequences)
         inputs = dict(bound.pop("kwargs", {}))
+        if self.tp.blocks is not None:
+            return summed_in_blocks(self, inputs | bound)
         choices = bound[_NUMBERS].shape if _NUMBERS in bound else None
         route = None if self.ep is None else self._routed(bound, self.ep)
         inputs |= {name: self._entered(value, route) for name, value in bound.items()}
         if self.of_a_rank is not None:
-            inputs[_NUMBERS], inputs[_WEIGHTS] = self._local(inputs[_NUMBERS], inputs[_WEIGHTS], self.of_a_rank)
+            inputs[_NUMBERS], inputs[_WEIGHTS] = self.local(inputs[_NUMBERS], inputs[_WEIGHTS], self.of_a_rank)
         parameters = self._parameters
         self.__dict__["_parameters"] = {name: self._used(name, p) for name, p in parameters.items()}
         try:
-            out = self._computed(inputs, choices)
+            out = self.computed(inputs, choices)
             if self.of_a_rank is not None:
                 # Where none of a rank's experts is chosen, the graph has no way back to inputs and parameters. The
                 # other ranks wait for its part of the inputs' gradients; those of parameters are zeros, not None.
@@ -150,7 +156,7 @@ class ShardedExperts(ParallelModule):
         self._tell(dropped)
         return SendTokens(source, len(numbers), ep)
 
-    def _computed(self, inputs: dict[str, Any], choices: torch.Size | None) -> Any:
+    def computed(self, inputs: dict[str, Any], choices: torch.Size | None) -> Any:
         """What the experts here add, each to no more tokens than it has seats for. ``choices``: a rank's ``[T, K]``."""
         if choices is not None and self.dispatch.capacity_factor is not None:
             tokens = choices[0] * (1 if self.ep is None else self.ep.size)
@@ -199,9 +205,9 @@ class ShardedExperts(ParallelModule):
         for watcher in self.watchers:
             watcher(dropped)
 
-    def _local(self, numbers: Tensor, weights: Tensor, n: int) -> tuple[Tensor, Tensor]:
-        """The numbers of experts counted from this rank's first; those of other ranks are ``n``, without weight."""
-        first = self.tp.position * n if self.distributed else 0
+    def local(self, numbers: Tensor, weights: Tensor, n: int, of_a_rank: int | None = None) -> tuple[Tensor, Tensor]:
+        """The numbers of ``n`` experts counted from this rank's first; others are ``n``, without weight."""
+        first = self.tp.position * (of_a_rank or n) if self.distributed else 0
         if self.ep is not None:
             first = (first * self.ep.size if self.distributed else 0) + self.ep.position * n
         local = numbers - first
@@ -216,21 +222,6 @@ class ShardedExperts(ParallelModule):
         if p is None or self.shard_specs[name].dim is not None:
             return p
         return ops.copy(p, self.tp, dtype=torch.float32) / self.tp.size
-
-
-def check_dispatch(model: str, experts: Mapping[str, nn.Module], dispatch: Dispatch) -> None:
-    """ValueError for a way or a capacity that no layer of ``model`` can have. ``experts``: its layers, by name."""
-    if dispatch != Dispatch() and not experts:
-        raise ValueError(
-            f"dispatch={dispatch.way!r}, capacity_factor={dispatch.capacity_factor}: {model} has no layers of experts "
-            "that its plan shards"
-        )
-    for name, layer in experts.items() if dispatch.capacity_factor is not None else ():
-        if not has_known_form(layer) or _NUMBERS not in inspect.signature(layer.forward).parameters:
-            raise ValueError(
-                f"capacity_factor: {plan.wildcard(name)} ({type(layer).__name__}) computes in a form of its own, "
-                "which cannot be given some tokens for each expert: leave it out"
-            )
 
 
 def dispatch_by(model: nn.Module, dispatch: Dispatch) -> None:

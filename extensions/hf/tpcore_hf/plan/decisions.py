@@ -245,6 +245,20 @@ def _whole(name: str, block: nn.Module, rules: Mapping[str, Rule]) -> Iterator[t
             yield child, p
 
 
+_IN_BLOCKS = LINEAR | {plan.EMBEDDING_ROW, plan.EMBEDDING_COLUMN, plan.SUMMED, plan.EXPERTS, plan.PARTIAL}
+
+
+def check_in_blocks(cuts: list[Cut], most: int) -> None:
+    """One ValueError names all modules whose sums over ranks are not computed in ``most`` blocks."""
+    wrong = {wildcard(cut.name): cut.style for cut in cuts if cut.style not in _IN_BLOCKS}
+    if wrong:
+        named = ", ".join(f"{name} ({style!r})" for name, style in wrong.items())
+        raise ValueError(
+            f"reproducible={most}: {named} add what a rank has in an order of its degree: leave that whole, "
+            f"plan={{{wildcard(next(iter(wrong)).rpartition('.')[0])!r}: 'replicate'}}, or reproducible out"
+        )
+
+
 def _ancestors(cuts: list[Cut]) -> set[str]:
     """The names of the cut modules and of all modules around them."""
     parts = [cut.name.split(".") for cut in cuts]

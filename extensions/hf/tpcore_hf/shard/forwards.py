@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from tpcore.comm import mappings as ops
+from tpcore.comm.blocks import copies
 from tpcore.comm.comm import Comm
 from tpcore.layers import ColumnParallelLinear, RowParallelLinear, share_input
 from tpcore.layers.adopt import HOOKED
@@ -23,7 +24,7 @@ from ..plan.decisions import Cut
 from ..plan.inputs import argument_of_calls
 from ..plan.rules import REPLICATE, Rule, rule_of
 
-_REGION, SUBSTITUTED, _OWN = "_tpcore_region", "_tpcore_summed", "_tpcore_forward"
+_REGION, SUBSTITUTED, _OWN, _BLOCKS = "_tpcore_region", "_tpcore_summed", "_tpcore_forward", "_tpcore_blocks"
 Switch = Callable[[], bool]
 """Whether gradients are in parts in the current forward."""
 _DROPOUTS = frozenset(
@@ -160,8 +161,37 @@ def _of_heads(comm: Comm, copies: int, parameter: Tensor | None) -> Tensor | Non
 
 def sum_gradients(module: nn.Module, comm: Comm, switch: Switch | None = None) -> None:
     """Sum the gradients of ``module``'s own parameters, not its children's, over ``comm``, in forwards in which
-    ``switch`` is on."""
+    ``switch`` is on, where its input has this rank's tokens along dim 1; without a switch, its heads along dim -2."""
+    if comm.blocks is not None:
+        sum_in_blocks(module, comm, -2 if switch is None else 1, switch)
+        return
     substitute(module, partial(_summed, comm, switch))
+
+
+def sum_in_blocks(module: nn.Module, comm: Comm, dim: int, switch: Switch | None = None) -> None:
+    """As ``sum_gradients``, in blocks of the input along ``dim``, tokens or heads, that are the same at every degree.
+    ``module`` computes each of these by itself."""
+    original, own = _own_forward(module)
+
+    def forward(self: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        comm, dim, switch = self.__dict__[_BLOCKS]
+        if switch is not None and not switch():
+            return own(self, x, *args, **kwargs)
+        count = x.shape[dim] & -x.shape[dim]  # of heads, as many as a tree divides
+        count = comm.blocks if switch is not None else count
+        spec = comm, None, torch.float32
+        of_blocks = {n: copies(p, spec, count) for n, p in self._parameters.items() if p is not None}
+        table, outputs = self._parameters, []
+        try:
+            for i, block in enumerate(x.chunk(count, dim)):
+                self.__dict__["_parameters"] = {**table, **{n: of[i] for n, of in of_blocks.items()}}
+                outputs.append(own(self, block.contiguous(), *args, **kwargs))
+        finally:
+            self.__dict__["_parameters"] = table
+        return torch.cat(outputs, dim)
+
+    module.__dict__[_BLOCKS] = comm, dim, switch
+    module.__class__ = with_forward(original, forward)
 
 
 def select_heads(module: nn.Module, comm: Comm, copies: int) -> None:

@@ -33,11 +33,20 @@ EACH = """\
 The largest share of the allowed error, over all cases, ranks and dtypes.
 """
 
+BITS = """\
+## The same bits
+
+The hash of all weights after training with `reproducible=8` ([how](reproducible.md)), by mesh, with ranks as threads:
+`python -m benchmarks.reproducible bits`.
+"""
+
 
 def page(folder: Path) -> str:
     """The text of the page, from every file in ``folder``."""
     reports = [Report.from_json(path.read_text()) for path in sorted(folder.glob("*.json"))]
-    return "\n".join([ABOUT, *SUMMARY, *map(_total, reports), "", *map(_section, reports), EACH, *_each(reports), ""])
+    bits = (folder / "reproducible.md").read_text()
+    parts = [ABOUT, *SUMMARY, *map(_total, reports), "", *map(_section, reports), EACH, *_each(reports), ""]
+    return "\n".join([*parts, BITS, bits])
 
 
 def _total(report: Report) -> str:

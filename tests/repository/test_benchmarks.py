@@ -42,6 +42,8 @@ def test_race(module: str) -> None:
 
 
 PRINTED: dict[str, list[str]] = {
+    f"reproducible {TINY['reproducible']}": ["| without | ", "| reproducible | "],
+    "reproducible bits --steps 1 --models GPT-2": ["| GPT-2 | float32 | `", " | the same |"],
     f"import_time {TINY['import_time']}": ["| `import tpcore` |"],
     f"linears {TINY['linears']}": [*("| 2 | mapped file | ", "| 2 | huge pages | ", "| 2 | one for q, k, v | ")],
     f"context {TINY['context']}": [

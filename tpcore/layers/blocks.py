@@ -7,7 +7,7 @@ these, and the blocks' sums are added in one tree.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
@@ -101,8 +101,8 @@ class InBlocks:
         halves = len(self.sizes) == 2 and self.sizes[0] == self.sizes[1]  # such as gate|up, each of which is a view
         self._check(self.sizes[0] // n if halves else 0, x, scale)
         xs = getattr(x, COPIES, None) or copies(x, spec)
-        weights = [w for part in weight.split(self.sizes) for w in part.chunk(n)]
-        biases = cycle([None]) if bias is None else [b for part in bias.split(self.sizes) for b in part.chunk(n)]
+        weights = [w for part in self._split(weight, 0) for w in part.chunk(n)]
+        biases = cycle([None]) if bias is None else [b for part in self._split(bias, 0) for b in part.chunk(n)]
         return torch.cat([_product(*block) for block in zip(cycle(xs), weights, biases, strict=False)], -1)
 
     def row(
@@ -121,8 +121,12 @@ class InBlocks:
 
     def _blocks(self, t: Tensor, n: int) -> Iterator[Tensor]:
         """The ``n`` blocks of ``t`` along its last dim, each with its part of every projection."""
-        for parts in zip(*(part.chunk(n, -1) for part in t.split(self.sizes, -1)), strict=True):
+        for parts in zip(*(part.chunk(n, -1) for part in self._split(t, -1)), strict=True):
             yield parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+
+    def _split(self, t: Tensor, dim: int) -> Sequence[Tensor]:
+        # not of one part: its backward copies the gradient
+        return t.split(self.sizes, dim) if len(self.sizes) > 1 else (t,)
 
     def _check(self, entries: int, x: Tensor, scale: Tensor | None) -> None:
         """ValueError for a quantized weight, and unless whole vectors have the ``entries`` of a block."""

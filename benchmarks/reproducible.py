@@ -1,0 +1,188 @@
+"""What ``tpcore.init(reproducible=8)`` gives and costs: the bits of weights on many meshes, and the time of a step.
+
+    python -m benchmarks.reproducible bits     the hash of all weights after training on each mesh, as a table
+    python -m benchmarks.reproducible speed    a step of a Llama at tp=2, with and without, in turns
+
+The bits are those of this machine's kernels: another may have others, which are then its own on every mesh.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import logging
+import os
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+import tpcore
+import tpcore_hf
+from tpcore.layout.mesh import Mesh
+from tpcore.runtime.context import ParallelContext, use
+from tpcore.testing import run_ranks
+
+from .harness import Contestant, conditions, race, table
+
+MOST, MICROBATCHES = 8, 4
+MESHES = ({"tp": 1}, {"tp": 2}, {"tp": 4}, {"dp": 2, "tp": 2}, {"dp": 4, "tp": 1})
+DTYPES = (torch.float32, torch.bfloat16)
+_TINY: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "pad_token_id": 0,
+}
+_TINY |= {"num_attention_heads": 8, "num_key_value_heads": 4}
+
+
+def _llama(**options: Any) -> Any:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**_TINY, **options))
+
+
+def _lora() -> Any:
+    import peft
+
+    options: dict[str, Any] = {"r": 4, "target_modules": "all-linear", "init_lora_weights": "gaussian"}
+    return peft.get_peft_model(_llama(), peft.LoraConfig(**options))
+
+
+def _gpt2() -> Any:
+    sizes: dict[str, Any] = {"vocab_size": 96, "n_embd": 64, "n_layer": 2, "n_head": 8, "n_positions": 64}
+    none: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **none))
+
+
+def _mixtral() -> Any:
+    experts: dict[str, Any] = {"num_local_experts": 8, "num_experts_per_tok": 2}
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**_TINY, **experts))
+
+
+def _qwen3() -> Any:
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**_TINY, head_dim=16))
+
+
+MODELS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "Llama, 4 key/value heads for 8": (_llama, {}),
+    "Llama, tied": (partial(_llama, tie_word_embeddings=True), {}),
+    "GPT-2": (_gpt2, {}),
+    "Qwen3, sequence parallel": (_qwen3, {"sequence_parallel": True}),
+    "Llama, LoRA, sequence parallel": (_lora, {"sequence_parallel": True}),
+    "Mixtral": (_mixtral, {}),
+    "Mixtral, whole experts on each rank": (_mixtral, {"expert_parallel": True}),
+}
+
+
+def digest(state: Mapping[str, Tensor]) -> str:
+    """Of the bits of all tensors."""
+    found = hashlib.sha256()
+    for name, t in sorted(state.items()):
+        found.update(name.encode())
+        found.update(t.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:12]
+
+
+def trained(name: str, dtype: torch.dtype, steps: int, zero: bool, ctx: ParallelContext) -> tuple[list[Any], str]:
+    """The losses, the norms and the hash of the weights after ``steps`` of clipped AdamW."""
+    make, options = MODELS[name]
+    torch.manual_seed(0)
+    model = tpcore_hf.parallelize(make().to(dtype), **options)
+    named, dp = model.named_parameters(), ctx.mesh.axes.get("dp", 1)
+    adamw = torch.optim.AdamW
+    optimizer = tpcore.Zero1(adamw, named, lr=1e-3) if zero else adamw(named, lr=1e-3)
+    mine, first, seen = MICROBATCHES // dp, ctx.mesh.coords(ctx.rank).get("dp", 0), []
+    for step in range(steps):
+        batch = torch.randint(3, 96, (MICROBATCHES, 1, 32), generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        losses = []
+        for ids in batch[first * mine :][:mine]:
+            losses.append(model(input_ids=ids, labels=ids).loss)
+            (losses[-1] / mine).backward()
+        norm = tpcore.optimizer_step(optimizer, max_norm=1.0)
+        seen.append((ctx.data.all_gather(torch.stack(losses).detach(), 0).tolist(), norm.item()))
+    return seen, digest(tpcore_hf.full_state_dict(model))
+
+
+def on(
+    axes: dict[str, int], name: str, dtype: torch.dtype, steps: int, *, zero: bool = False, most: int | None = MOST
+) -> tuple[list[Any], str]:
+    """``trained`` on a mesh of threads, the same on all ranks. ValueError if it is not."""
+    every = run_ranks(Mesh(axes), partial(trained, name, dtype, steps, zero), reproducible=most)
+    if any(found != every[0] for found in every):
+        raise ValueError(f"{name} on {axes}: the ranks differ")
+    return every[0]
+
+
+def bits(steps: int, models: list[str]) -> None:
+    """Print the table."""
+    torch.set_num_threads(1)
+    logging.getLogger("tpcore").setLevel(logging.ERROR)
+    meshes = [" ".join(f"{axis}={n}" for axis, n in axes.items()) for axes in MESHES]
+    print(f"{conditions()}; {MICROBATCHES} microbatches on all ranks of dp together, {steps} steps of clipped AdamW\n")
+    print(
+        f"| model | dtype | {' | '.join(meshes)} | same losses, norms, weights |\n|---|---|{'---|' * len(MESHES)}---|"
+    )
+    for name in models:
+        for dtype in DTYPES:
+            found = [on(axes, name, dtype, steps) for axes in MESHES]
+            same = "the same" if all(other == found[0] for other in found) else "**different**"
+            hashes = " | ".join(f"`{weights}`" for _, weights in found)
+            print(f"| {name} | {str(dtype)[6:]} | {hashes} | {same} |", flush=True)
+
+
+SIZES: dict[str, dict[str, Any]] = {
+    "127m": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "vocab_size": 27136},
+    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 96},
+}
+
+
+def _race(size: str, tokens: int, rounds: int, tp: int) -> str | None:
+    torch.set_num_threads(1)
+    with_it = tpcore.init("cpu_gloo", tp=tp, reproducible=MOST)
+    plain = ParallelContext(with_it.backend, with_it.mesh, with_it.rank)
+    contestants = []
+    for name, ctx in (("without", plain), ("reproducible", with_it)):
+        with use(ctx):
+            contestants.append(Contestant(name, partial(_step, ctx, *_prepared(size, tokens))))
+    found = race(f"a step of Llama, {size}, {tokens} tokens, tp={tp}, float32", contestants, rounds, 1, 1)
+    tpcore.shutdown()
+    return table(found, "without") if with_it.rank == 0 else None
+
+
+def _prepared(size: str, tokens: int) -> tuple[Any, Any, Tensor]:
+    torch.manual_seed(0)
+    heads: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 8, "pad_token_id": 0}
+    model = tpcore_hf.parallelize(transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES[size], **heads)))
+    optimizer = torch.optim.AdamW(model.named_parameters(), lr=1e-3)
+    return model, optimizer, torch.randint(3, 96, (tokens // 64, 64), generator=torch.Generator().manual_seed(1))
+
+
+def _step(ctx: ParallelContext, model: Any, optimizer: Any, ids: Tensor) -> None:
+    with use(ctx):
+        optimizer.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        tpcore.optimizer_step(optimizer, max_norm=1.0)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("bits", "speed"))
+    parser.add_argument("--steps", type=int, default=100, help="of bits")
+    parser.add_argument("--models", nargs="+", default=[*MODELS], choices=[*MODELS], help="of bits")
+    parser.add_argument("--size", choices=[*SIZES], default="127m", help="of speed")
+    parser.add_argument("--tokens", type=int, default=512, help="of speed")
+    parser.add_argument("--rounds", type=int, default=7, help="of speed")
+    parser.add_argument("--tp", type=int, default=2, help="of speed")
+    asked = parser.parse_args()
+    os.environ.setdefault("TPCORE_CHECK", "warmup")
+    transformers.logging.set_verbosity_error()
+    if asked.what == "bits":
+        bits(asked.steps, asked.models)
+    else:
+        print(conditions(), "\n")
+        print(tpcore.launch(_race, asked.tp, args=(asked.size, asked.tokens, asked.rounds, asked.tp))[0])

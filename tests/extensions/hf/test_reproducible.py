@@ -1,0 +1,75 @@
+"""A part of the table in docs/correctness.md anew: models of transformers have the same bits on every mesh."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers.tiers import tiers
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, GPT2Config, GPT2LMHeadModel
+
+import tpcore_hf
+from benchmarks.reproducible import MESHES, MODELS, on
+from tpcore.layout.mesh import Mesh
+from tpcore.runtime.context import ParallelContext
+from tpcore.testing import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft's
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+QUICK = [
+    ("Llama, 4 key/value heads for 8", "float32", 2),
+    ("Llama, tied", "bfloat16", 3),
+    ("Qwen3, sequence parallel", "float32", 2),
+    ("Mixtral", "float32", 2),
+    ("Llama, LoRA, sequence parallel", "float32", 2),
+]
+REST = [(name, dtype, mesh) for name in MODELS for dtype in DTYPES for mesh in range(1, len(MESHES))]
+
+
+@pytest.mark.parametrize(("name", "dtype", "mesh"), tiers(QUICK, REST))
+def test_steps_of_a_model_have_the_same_bits(name: str, dtype: str, mesh: int) -> None:
+    want = on({"tp": 1}, name, DTYPES[dtype], 2)
+    assert on(MESHES[mesh], name, DTYPES[dtype], 2, zero=mesh > 2) == want
+
+
+def test_without_it_they_have_not() -> None:
+    name = "Llama, 4 key/value heads for 8"
+    assert on({"tp": 1}, name, torch.float32, 2, most=None) != on({"tp": 2}, name, torch.float32, 2, most=None)
+
+
+def gpt2(**options: Any) -> GPT2LMHeadModel:
+    sizes = {"vocab_size": 96, "n_embd": 64, "n_layer": 1, "n_head": 8, "n_positions": 64}
+    return GPT2LMHeadModel(GPT2Config(**sizes | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0} | options))
+
+
+def latent() -> DeepseekV3ForCausalLM:
+    sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
+    return DeepseekV3ForCausalLM(DeepseekV3Config(**sizes, num_attention_heads=8, q_lora_rank=16, kv_lora_rank=16))
+
+
+REFUSED = {
+    "a vocabulary": (lambda: tpcore_hf.parallelize(gpt2(vocab_size=97)), "97 of .* are not 8 equal blocks.*to 104"),
+    "latent attention": (lambda: tpcore_hf.parallelize(latent()), r"\('mla_kv_a_proj'\).*in an order of its degree"),
+    "capacity": (
+        lambda: tpcore_hf.parallelize(MODELS["Mixtral"][0](), expert_parallel=True, capacity_factor=1.0),
+        "capacity_factor=1.0 drops choices by rank",
+    ),
+    "dropout": (
+        lambda: tpcore_hf.parallelize(gpt2(attn_pdrop=0.1)).train()(torch.zeros(1, 16, dtype=torch.int64)),
+        "draws other numbers at another degree",
+    ),
+}
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_have_the_same_bits_is_refused_at_every_degree(case: str, tp: int) -> None:
+    make, message = REFUSED[case]
+
+    def refused(ctx: ParallelContext) -> bool:
+        with pytest.raises(ValueError, match=message):
+            make()
+        return True
+
+    assert run_ranks(Mesh({"tp": tp}), refused, reproducible=8) == [True] * tp

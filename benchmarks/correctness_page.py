@@ -44,9 +44,9 @@ The hash of all weights after training with `reproducible=8` ([how](reproducible
 def page(folder: Path) -> str:
     """The text of the page, from every file in ``folder``."""
     reports = [Report.from_json(path.read_text()) for path in sorted(folder.glob("*.json"))]
-    bits = (folder / "reproducible.md").read_text()
+    bits = [BITS, path.read_text()] if (path := folder / "reproducible.md").exists() else []
     parts = [ABOUT, *SUMMARY, *map(_total, reports), "", *map(_section, reports), EACH, *_each(reports), ""]
-    return "\n".join([*parts, BITS, bits])
+    return "\n".join([*parts, *bits])
 
 
 def _total(report: Report) -> str:

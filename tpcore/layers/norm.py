@@ -26,7 +26,7 @@ class _Norm(ParallelModule):
         if sequence_parallel and self.reproducible is not None:
             raise ValueError(
                 f"{type(self).__name__}(sequence_parallel=True) knows no dim of the tokens, which reproducible="
-                f"{self.reproducible} adds in blocks: leave it out, or let parallelize shard the model"
+                f"{self.reproducible} adds in blocks: leave it out"
             )
 
     def _whole(self, parameter: Tensor | None) -> Tensor | None:

@@ -74,7 +74,7 @@ def check_sums(parameters: Iterable[Tensor]) -> None:
         if p.grad is not None and of is None:
             raise ValueError(
                 f"reproducible={most}: torch adds the gradients of parameter {i}, of shape {tuple(p.shape)}, one by "
-                "one, for it was made before tpcore.init, or frozen: make the model afterwards, or parallelize it"
+                "one, for it was made before tpcore.init, or frozen: make the model, or a tpcore.Zero1, before backward"
             )
         if of is not None and p.grad is not None and (count := of.count) & (count - 1):
             raise ValueError(

@@ -187,19 +187,16 @@ def _decided(model: nn.Module, options: ParallelizeOptions) -> tuple[Mapping[str
     cuts = decide(model, rules, options.expert_parallel, axes.get("ep", 1))
     of_experts = [cut for cut in cuts if cut.style == styles.EXPERTS]
     check_dispatch(type(model).__name__, {cut.name: cut.module for cut in of_experts}, sending)
-    cp, factor = axes.get("cp", 1), sending.capacity_factor
+    cp, factor, most = axes.get("cp", 1), sending.capacity_factor, options.ctx.reproducible
     if cp > 1 and factor is not None and sending.way != GATHERED:
         raise ValueError(
             f"dispatch={sending.way!r} with capacity_factor={factor} over cp={cp}: seats would be for a rank's own "
             f"tokens, not for whole sequences: pass dispatch={GATHERED!r}, or no capacity_factor"
         )
-    most = options.ctx.reproducible
     if tp * options.stages == 1 and most is None:
         cuts = of_experts  # where steps are compiled, they are one program at tp=1 too
     if most is not None:  # heads of zeros would be others at each degree
-        check_in_blocks(cuts, most)
-        if factor is not None:
-            raise ValueError(f"capacity_factor={factor} drops choices by rank: leave it out, or reproducible={most}")
+        check_in_blocks(cuts, most, factor)
     elif tp > 1:
         cuts = with_padding(model, cuts, tp)
     if tp > 1 or most is not None:

@@ -70,8 +70,7 @@ class Zero1(torch.optim.Optimizer):
         self._base: torch.optim.Optimizer | None = None
         self._chunks: dict[Tensor, ParameterChunk] = {}
         self._new: list[ParameterChunk] = []  # which the base optimizer may not have seen
-        # the chunks with a gradient, between the mean and the step
-        self._stepped: list[ParameterChunk] | None = None
+        self._stepped: list[ParameterChunk] | None = None  # with a gradient, between the mean and the step
         # on the CPU, whatever the default device: only its defaults are used, and the groups of one that makes its own
         own = own_parts(optimizer_class)
         prototype = optimizer_class(params if own else [nn.Parameter(torch.zeros(1, device="cpu"))], **options)

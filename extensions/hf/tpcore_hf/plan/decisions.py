@@ -248,8 +248,12 @@ def _whole(name: str, block: nn.Module, rules: Mapping[str, Rule]) -> Iterator[t
 _IN_BLOCKS = LINEAR | {plan.EMBEDDING_ROW, plan.EMBEDDING_COLUMN, plan.SUMMED, plan.EXPERTS, plan.PARTIAL}
 
 
-def check_in_blocks(cuts: list[Cut], most: int) -> None:
+def check_in_blocks(cuts: list[Cut], most: int, capacity_factor: float | None) -> None:
     """One ValueError names all modules whose sums over ranks are not computed in ``most`` blocks."""
+    if capacity_factor is not None:
+        raise ValueError(
+            f"capacity_factor={capacity_factor} drops choices by rank: leave it out, or reproducible={most}"
+        )
     wrong = {wildcard(cut.name): cut.style for cut in cuts if cut.style not in _IN_BLOCKS}
     if wrong:
         named = ", ".join(f"{name} ({style!r})" for name, style in wrong.items())

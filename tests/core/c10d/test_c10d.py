@@ -101,8 +101,9 @@ INTERFACE = {
         "unavailable",
     ],
     tpcore.comm.Comm: [
-        "all_gather", "all_reduce", "all_to_all", "broadcast", "called", "chunk", "permute", "process_group",
-        "rank", "reduce_scatter", "split", "start_all_reduce", "start_permute", "start_reduce_scatter", "traced",
+        "all_gather", "all_reduce", "all_to_all", "broadcast", "called", "chunk", "in_order", "permute",
+        "process_group", "rank", "reduce_scatter", "split", "start_all_reduce", "start_permute", "start_reduce_scatter",
+        "traced",
     ],
     tpcore.comm.Transport: [
         "all_gather", "all_reduce", "all_to_all", "at", "broadcast", "compares", "eager", "in_graphs", "permute",

@@ -215,6 +215,7 @@ def test_an_observer_is_told_what_layers_do(install: Install) -> None:
 
 
 def test_a_checked_run_has_the_observers_of_all_extensions(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TPCORE_CHECK", "always")
     install("mine", ALL)
     install("other", ALL)
     told = []
@@ -234,6 +235,7 @@ def test_a_checked_run_has_the_observers_of_all_extensions(install: Install, mon
 
 
 def test_a_checked_run_without_an_observer_says_so(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TPCORE_CHECK", "always")
     monkeypatch.setattr(extensions, "entry_points", lambda group: [])
     extensions.manager.cache_clear()
     with pytest.raises(tpcore.BackendError, match="TPCORE_CHECK=always asks for a checked run, and no installed ext"):

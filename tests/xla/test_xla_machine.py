@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 import tpcore
-from tpcore_neuron.testing import run_replicas
+from tpcore_neuron.testing import close, run_replicas
 
 
 def become(kind: str | None) -> None:
@@ -25,6 +26,13 @@ def become(kind: str | None) -> None:
     package.__spec__ = ModuleSpec("torch_neuronx", None)
     vars(utils)["get_platform_target"] = lambda: kind
     sys.modules |= {"torch_neuronx": package, "torch_neuronx.utils": utils}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _replicas_of_these_tests() -> Iterator[None]:
+    """Those that were told to be a machine end with the last of them."""
+    yield
+    close()
 
 
 def starts(tp: int, kind: str | None) -> dict[str, int]:

@@ -514,10 +514,10 @@ def test_what_cannot_be_served_is_said_before_anything_starts(folder: Path, tmp_
 @pytest.mark.processes
 @pytest.mark.slow
 def test_ranks_that_cannot_start_end_it(folder: Path) -> None:
-    command = [sys.executable, "-m", "tpcore", "serve", str(folder), "--tp", "3", "--port", "0"]
+    command = [sys.executable, "-m", "tpcore", "serve", str(folder), "--tp", "5", "--port", "0"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=forked.PATIENCE, check=False)
     assert ended.returncode == 1
-    assert "tp=3 does not fit LlamaForCausalLM" in ended.stderr
+    assert "tp=5 does not fit LlamaForCausalLM" in ended.stderr
     assert "exited with status 1 before it could serve" in ended.stderr
     assert "Traceback" not in ended.stderr
 

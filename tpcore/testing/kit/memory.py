@@ -27,7 +27,7 @@ def freed(t: RankCheck) -> None:
         most = max(x.nbytes // 2, turns * 512)  # of 32 large results half of one
         _, call, _ = calls(t.comm, primitive, [x] * t.size, 1)[0]
         seen: list[int] = []
-        for _ in range(3):
+        for _ in range(5):
             for _ in range(turns):
                 call(x.clone())
             gc.collect()

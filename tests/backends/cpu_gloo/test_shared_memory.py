@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import re
 import resource
@@ -58,6 +59,7 @@ def test_ranks_of_one_host_share_memory_without_a_name_unless_told_not_to(pool: 
 
 
 def _one_has_no_memory(ctx: ParallelContext) -> tuple[list[str], float, int]:
+    gc.collect()  # an earlier job's, which would be closed in the middle of this one
     files, before = len(_memory_files()), resource.getrlimit(resource.RLIMIT_FSIZE)
     if ctx.rank == 1:  # the kernel refuses to make a file larger, in memory too
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))

@@ -14,20 +14,17 @@ _OPTION = "enable_jit_checkpoint"
 
 
 class SaveOnPreemption(TrainerCallback):  # type: ignore[misc, unused-ignore]
-    """After the step in which a rank received SIGTERM, all ranks save a checkpoint and leave with status 143."""
+    """After the step in which a rank received SIGTERM, all ranks save a checkpoint and leave with status 143.
+    ``preemption``: entered around the training."""
 
-    def __init__(self) -> None:
-        self.preemption = Preemption()
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.preemption.__enter__()
+    def __init__(self, preemption: Preemption) -> None:
+        self.preemption = preemption
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.preemption.requested():
             control.should_save = control.should_training_stop = True
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.preemption.__exit__()
         if self.preemption.number:
             self.preemption.leave()
 

@@ -25,6 +25,7 @@ from tpcore.runtime.random import mixed, seeded
 from tpcore.train.muon import Muon
 from tpcore.train.parameters import name_parameters
 from tpcore.train.pipeline import PipelinedLayers
+from tpcore.train.preemption import Preemption
 from tpcore.train.zero import Zero1
 
 from .accelerate import Accelerator
@@ -66,6 +67,7 @@ class Trainer(transformers.Trainer):
     """All values of the model while it is saved, where it does not save itself."""
     _micro_step = (-1, 0)
     """The last step, and which of its batches."""
+    _preemption: Preemption | None = None
 
     def __init__(
         self,
@@ -90,12 +92,18 @@ class Trainer(transformers.Trainer):
             else:  # by name, for TRL's have other arguments between these two
                 super().__init__(model=model, args=args, **kwargs)
         if saves_on_signal:
-            self.add_callback(SaveOnPreemption())
+            self._preemption = Preemption()
+            self.add_callback(SaveOnPreemption(self._preemption))
         check_arguments(self.args)
         check_sharded(self.model)
         for module in self.model.modules():
             if isinstance(module, PipelinedLayers) and not forward_pre_hooks(module):
                 module.register_forward_pre_hook(partial(_fit, module.num_microbatches), with_kwargs=True)
+
+    def train(self, resume_from_checkpoint: Any = None, trial: Any = None, ignore_keys_for_eval: Any = None) -> Any:
+        """Signals are noted until it ends, also by an error."""
+        with self._preemption or nullcontext():
+            return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
     # -- who is who ---------------------------------------------------------------------------------------
     def create_accelerator_and_postprocess(self) -> None:

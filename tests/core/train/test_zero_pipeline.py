@@ -25,6 +25,19 @@ def staged(ctx: ParallelContext, *, tied: bool = True) -> nn.Module:
     return model
 
 
+def seen_by_one(layers: int) -> list[float]:
+    """Loss and norm of six steps in one process."""
+    dense, seen = plain(layers, tied=True), []
+    optimizer = AdamW(dense.named_parameters(), lr=0.02)
+    for step in range(6):
+        optimizer.zero_grad()
+        loss = dense(**batch_of(8, step))
+        loss.backward()
+        seen += [loss.item(), nn.utils.clip_grad_norm_(dense.parameters(), 0.5).item()]
+        optimizer.step()
+    return seen
+
+
 def trained(model: nn.Module, optimizer: Any, ctx: ParallelContext, engine: str, steps: range) -> list[float]:
     seen = []
     for step in steps:
@@ -48,14 +61,7 @@ def test_steps_of_a_pipeline_and_its_checkpoint_elsewhere(
     tmp_path: Path, engine: str, tp: int, make: Callable[..., Any]
 ) -> None:
     """Loss and norm of every step, at pp 2 x dp 2, then at pp 1. 1e-9: rounding, grown by AdamW."""
-    dense, want = plain(4, tied=True), []
-    optimizer = AdamW(dense.named_parameters(), lr=0.02)
-    for step in range(6):
-        optimizer.zero_grad()
-        loss = dense(**batch_of(8, step))
-        loss.backward()
-        want += [loss.item(), nn.utils.clip_grad_norm_(dense.parameters(), 0.5).item()]
-        optimizer.step()
+    want = seen_by_one(4)
 
     def first(ctx: ParallelContext) -> list[float]:
         model = staged(ctx)

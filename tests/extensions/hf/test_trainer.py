@@ -36,6 +36,8 @@ from test_dropout_masks import Recorder
 
 import tpcore
 from tpcore import Mesh
+from tpcore.testing import ThreadBackend
+from tpcore.testing.threads import ThreadWorld
 from tpcore_hf.shard.figures import parameter_count
 from tpcore_hf.trainer import Trainer, check_arguments
 
@@ -48,6 +50,7 @@ TRAINER = {
     "create_accelerator_and_postprocess": [],
     "get_total_train_batch_size": ["args"],
     "get_tp_size": [],
+    "train": ["resume_from_checkpoint", "trial", "ignore_keys_for_eval"],
     "store_flos": [],
     "get_num_trainable_parameters": [],
     "_move_model_to_device": ["model", "device"],
@@ -166,6 +169,24 @@ def _preempted(where: Path) -> None:
     assert options.enable_jit_checkpoint
     trainer.train()
     raise AssertionError("trained to the end")
+
+
+class Fails(transformers.TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+        raise ArithmeticError
+
+
+def test_after_an_error_a_signal_ends_the_process_as_before(tmp_path: Path) -> None:
+    tpcore.init(ThreadBackend(0, ThreadWorld(1)))
+    try:
+        options = arguments(tmp_path, enable_jit_checkpoint=True)
+        trainer = Trainer(tpcore.parallelize(model()), options, **data(), callbacks=[Fails()])
+        with pytest.raises(ArithmeticError):
+            trainer.train()
+    finally:
+        tpcore.shutdown()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 @pytest.mark.slow

@@ -99,6 +99,9 @@ def test_adapters_are_merged_on_the_way(name: str, tied: bool) -> None:
                 p.data.mul_(2)
         return model
 
+    plain = made(make).state_dict()
+    if tied:
+        del plain["lm_head.weight"]
     whole, own_head = adapted(), tied and name == "table"
     if own_head:  # peft merges into the tied head too, which then has another output than the model had
         head = whole.get_output_embeddings()
@@ -112,9 +115,15 @@ def test_adapters_are_merged_on_the_way(name: str, tied: bool) -> None:
         before = {key: t.clone() for key, t in model.state_dict().items()}
         assert_same(received(model), want, atol=1e-14)  # of products of other sizes
         assert_same(model.state_dict(), before)
-        model.disable_adapter_layers()
+        with model.disable_adapter():
+            base = received(model)
+        assert_same(base, plain)
+        if own_head:
+            return  # peft merges into the tied head too
         model.merge_adapter()
-        model.unmerge_adapter()
+        assert_same(received(model), want, atol=1e-14)
+        with model.disable_adapter():
+            assert_same(received(model), plain, atol=1e-14)  # subtracted again
 
     run_ranks(Mesh({"tp": 2}), rank)
 

@@ -299,6 +299,10 @@ def test_more_files_than_a_process_may_open(tmp_path: Path, monkeypatch: pytest.
     save_file(whole, tmp_path / "w.safetensors")
     run("reshard", tmp_path / "w.safetensors", tmp_path / "c", "--tp", 48, "--cut", "w=0")
     before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, -1))
+    with opened(tmp_path / "c", Reading()) as source:
+        unsharded(tensors_of(source)["w"])
+        assert len(os.listdir("/proc/self/fd")) == before + 48
     monkeypatch.setattr(resource, "getrlimit", lambda _: (before * 2 + 20, -1))
     with opened(tmp_path / "c", Reading()) as source:
         tensors = tensors_of(source)

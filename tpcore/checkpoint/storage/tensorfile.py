@@ -153,7 +153,7 @@ class TensorFile:
                 # RuntimeError: torch cannot map the file
                 raise CheckpointError(f"{path} is not a whole safetensors file: {e}") from e
             raise
-        if self._fd > resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2:
+        if 0 < resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2 < self._fd:  # below 0 for no limit
             self.close()
         self._data = 8 + len(text)
         self.metadata: dict[str, str] = self._entries.pop("__metadata__", None) or {}

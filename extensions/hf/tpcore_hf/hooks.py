@@ -23,3 +23,10 @@ def tpcore_guards() -> Iterable[Any]:
 @hookimpl
 def tpcore_names() -> Mapping[str, str]:
     return dict.fromkeys(("lazy", "parallelize", "shard_sequence"), "tpcore_hf")
+
+
+@hookimpl
+def tpcore_commands(app: Any) -> None:
+    from .command import export
+
+    app.command()(export)

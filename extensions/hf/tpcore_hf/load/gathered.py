@@ -142,12 +142,12 @@ def whole_entries(
 ) -> dict[str, Gathered]:
     """The tensors of all stages, each once, under the name that its tied names refer to: floating ones as ``dtype``.
     ``state``: of this stage. Collective over stages."""
-    targets, ignored = set(getattr(model, "all_tied_weights_keys", {})), getattr(model, "_keys_to_ignore_on_save", None)
+    targets, ignored = set(getattr(model, "all_tied_weights_keys", {})), not_saved(model)
     values = {name: (id(t), merges.get(name)) for name, t in state.items()}  # a tied name may be without adapters
     sources = {value for name, value in values.items() if name not in targets}
     names: dict[object, str] = {}
     for name, value in values.items():
-        if name not in (ignored or ()) and not (name in targets and value in sources):
+        if name not in ignored and not (name in targets and value in sources):
             names.setdefault(value, name)
     here = {}
     for name in names.values():
@@ -161,6 +161,11 @@ def whole_entries(
                 here_too, merge = state.get(name), merges.get(name, nullcontext)
                 entries[name] = Gathered(name, here_too, tuple(shape), dtype_of(of), stage, done, merge, everywhere)
     return entries
+
+
+def not_saved(model: Any) -> Collection[str]:
+    """The entries of the model's state that files do not have, beside those that are tied."""
+    return getattr(model, "_keys_to_ignore_on_save", None) or ()
 
 
 def bytes_of(size: int | str) -> int:

@@ -1,0 +1,1 @@
+"""What engines that serve take, and whether they take a folder."""

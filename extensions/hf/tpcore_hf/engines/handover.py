@@ -1,0 +1,90 @@
+"""A folder that is handed over to an engine, and what is found in it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+
+from tpcore.checkpoint.stored import Stored
+from tpcore.errors import CheckpointError
+
+from ..load.gathered import not_saved
+from ..load.names import in_files, model_of
+from .engine import Engine
+
+LEVELS = ERROR, WARNING, NOTE = "error", "warning", "note"
+SAVE = "write the folder with model.save_pretrained(DIR)"
+
+
+class Remark(NamedTuple):
+    """``level``: an error keeps the engine from serving the model, or it would serve another one."""
+
+    subject: str
+    level: str
+    text: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class Handover:
+    """A ``folder`` in transformers' files, for an ``engine``, or None for transformers, over ``tp`` ranks of it."""
+
+    folder: Path
+    engine: Engine | None
+    tp: int
+    config: Mapping[str, Any]
+    tensors: Mapping[str, Stored]
+
+    @cached_property
+    def architecture(self) -> str:
+        return str((self.config.get("architectures") or [""])[0])
+
+    @cached_property
+    def text(self) -> Mapping[str, Any]:
+        """The language model's entries, which a model of several has inside."""
+        return next(
+            (v for k in ("text_config", "llm_config") if isinstance(v := self.config.get(k), dict)), self.config
+        )
+
+    @cached_property
+    def model(self) -> Any:
+        """The model without values; None if transformers has none of this architecture."""
+        return model_of(self.folder) if hasattr(transformers, self.architecture) else None
+
+    @cached_property
+    def expected(self) -> Mapping[str, Any]:
+        """What files of the model have; nothing where that is not known before they are written."""
+        if self.model is None:
+            return {}
+        ignored = not_saved(self.model)
+        tied = self.model.all_tied_weights_keys
+        state = {k: t for k, t in self.model.state_dict().items() if k not in tied and k not in ignored}
+        try:
+            return in_files(self.model, {k: _Shape(tuple(t.shape), t.dtype) for k, t in state.items()})
+        except CheckpointError:
+            return {}
+
+
+class _Shape(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def pieces(self) -> Iterator[torch.Tensor]:
+        yield torch.empty(self.shape, dtype=self.dtype, device="meta")
+
+
+def entries_of(path: Path) -> dict[str, Any]:
+    try:
+        entries = json.loads(path.read_text())
+    except ValueError as e:
+        raise CheckpointError(f"{path} is not JSON: {e}") from e
+    if not isinstance(entries, dict):
+        raise CheckpointError(f"{path} is no JSON object")
+    return entries

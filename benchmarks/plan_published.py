@@ -1,16 +1,24 @@
-"""Training runs that others published, for comparison with what is predicted from their configurations alone.
+"""Training runs that others published, beside what is predicted from their configurations.
 
-Step time and MFU: Megatron-LM's four models of Korthikanti et al. 2022 (arXiv 2205.05198, tables 3 and 5, figure 1,
-as transcribed in github.com/calculon-ai/calculon, calculon/llm/validation.py), and torchtitan's Llama 3 (its
-docs/performance.md at commit 9dec370 and benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md). Memory: of the former
-alone; torchtitan's FSDP shards parameters and gradients too, so its memory is another's.
+All are of BF16 or FP16 on A100 or H100, with mesh, microbatch, recomputation and step given. Of the rows in ``RUNS``,
+in the order of their tables, the first and the last of every four are those that ``fit`` sees; the two between are kept
+for the check. This rule was set before anything was fitted.
+
+- Megatron-LM: Korthikanti et al. 2022 (arXiv 2205.05198), tables 3 and 5, memory from figure 1, as transcribed in
+  github.com/calculon-ai/calculon: calculon/llm/validation.py, validation/seqsel/tab5
+- torchtitan: docs/performance.md at commit 9dec370, benchmarks/llama3_h100_202412_torchtitan.md (tables 1 and 3) and
+  benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md
+- llm-foundry: github.com/mosaicml/llm-foundry, scripts/train/benchmarking/README.md at commit 8c8dd48: 7B and larger,
+  2048 tokens, 80 GB, 8, 32, 128 and 512 devices; MPT's shapes from scripts/train/yamls/pretrain
 """
 
 from __future__ import annotations
 
 import json
+import math
+import statistics
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,51 +26,51 @@ from typing import Any
 import torch
 
 from tpcore_plan.choice import Choice
-from tpcore_plan.machine import find
-from tpcore_plan.predict import predict
+from tpcore_plan.execution import Execution
+from tpcore_plan.machine import Machine
+from tpcore_plan.predict import Prediction, predict
+from tpcore_plan.published import Reached, gpus
 from tpcore_plan.reduced import Reduced, Ways
 
 from .harness import say
 
-_MEGATRON = "arXiv 2205.05198, table 5 and figure 1"
-_TITAN = "torchtitan 9dec370, docs/performance.md"
-_ASYNC = "torchtitan, benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md"
 _GIB = 2**30
-PEAKS = {"a100x8": 312e12, "h100x8": 989.4e12}
+H100_500W = "h100x8-500w"
+"""torchtitan's: 96 GB of HBM2e with 2.4 TB/s, and a limit of 500 W."""
+PEAKS = {"a100x8": 312e12, "h100x8": 989.4e12, H100_500W: 989.4e12}
 """FLOP/s of dense BF16 and FP16, by machine."""
 
 
 @dataclass(frozen=True)
 class Run:
     """``config``: of transformers. ``batch``: sequences a step, of all devices; ``microbatch``: of one. ``seconds`` of
-    a step. ``memory``: bytes a device. ``mfu``: as published, if it was. ``beyond``: what the run has that tpcore's
-    mesh has not."""
+    a step. ``memory``: bytes a device. ``mfu``: as published, if it was."""
 
-    name: str
     source: str
+    name: str
     machine: str
     config: Mapping[str, Any]
-    mesh: Mapping[str, int]
+    mesh: tuple[int, int, int]
+    """pp, dp, tp."""
     batch: int
     microbatch: int
     seq_len: int
-    recompute: bool
+    execution: Execution
     seconds: float
     memory: float | None = None
     mfu: float | None = None
-    beyond: str = ""
+    sequence_parallel: bool = True
 
     @property
     def devices(self) -> int:
-        sizes = 1
-        for size in self.mesh.values():
-            sizes *= size
-        return sizes
+        return math.prod(self.mesh)
 
     @property
-    def tokens_per_device(self) -> float:
-        """A second."""
-        return self.batch * self.seq_len / self.seconds / self.devices
+    def choice(self) -> Choice:
+        pp, dp, tp = self.mesh
+        ways = Ways(tp=tp, sequence_parallel=self.sequence_parallel and tp > 1)
+        sizes = (ways, pp, dp, self.microbatch, self.batch // dp // self.microbatch)
+        return Choice(*sizes, zero1=True, bucket_mb=256, execution=self.execution)
 
     def utilization(self, seconds: float) -> float:
         """MFU of a step of ``seconds``: 6 FLOPs a parameter and token, and attention's 12 a layer, hidden feature,
@@ -83,9 +91,10 @@ def _sizes(config: Mapping[str, Any]) -> tuple[int, int, int]:
     return layers, hidden, layers * layer + 2 * config["vocab_size"] * hidden
 
 
-def _gpt(layers: int, hidden: int, heads: int) -> dict[str, Any]:
-    sizes = {"n_layer": layers, "n_embd": hidden, "n_head": heads}
-    return {"model_type": "gpt2", "vocab_size": 51_200, "n_positions": 2048, **sizes}
+def _gpt(layers: int, hidden: int, heads: int, vocab: int = 51_200, dropout: float = 0.1) -> dict[str, Any]:
+    sizes = {"n_layer": layers, "n_embd": hidden, "n_head": heads, "resid_pdrop": dropout, "attn_pdrop": dropout}
+    kind = {"model_type": "gpt2", "activation_function": "gelu", "n_positions": 2048}
+    return {**kind, "vocab_size": vocab, "embd_pdrop": dropout, **sizes}
 
 
 def _llama(layers: int, hidden: int, heads: int, intermediate: int) -> dict[str, Any]:
@@ -94,66 +103,183 @@ def _llama(layers: int, hidden: int, heads: int, intermediate: int) -> dict[str,
     return {"model_type": "llama", **sizes, **more, "max_position_embeddings": 8192}
 
 
-def _megatron(name: str, shape: tuple[int, int, int], pp: int, batch: int, seconds: float, gib: float) -> Run:
-    """``gib``: GiB of figure 1, parameters and optimizer, and activations with sequence parallelism and selective
-    recomputation, which keeps no attention scores: here, fused attention."""
-    mesh, micro = {"pp": pp, "dp": 1, "tp": 8}, 4 if pp == 1 else 1
-    beyond = "3 interleaved stages a device" if pp in (8, 35) else ""
-    config = _gpt(*shape)
-    run = (f"Megatron-LM {name}", _MEGATRON, "a100x8", config, mesh, batch, micro, 2048, False, seconds)
-    return Run(*run, memory=gib * _GIB, beyond=beyond)
+# -- the rows ------------------------------------------------------------------------------------------
+def _megatron(
+    name: str, shape: tuple[int, int, int], pp: int, batch: int, full: float, selective: float, gib: float
+) -> Iterator[Run]:
+    """A model with full recomputation and without sequence parallelism, and with the attention recomputed and sequence
+    parallelism. ``gib``: of the latter, parameters, optimizer and activations."""
+    interleaved = 3 if pp in (8, 35) else 1
+    for recompute, seconds, memory in (("layers", full, None), ("attention", selective, gib * _GIB)):
+        how = Execution(interleaved=interleaved, recompute=recompute, fused=True, scores=True)
+        sizes = (_gpt(*shape), (pp, 1, 8), batch, 4 if pp == 1 else 1, 2048, how, seconds, memory)
+        yield Run("Megatron-LM", f"{name}, recomputes {recompute}", "a100x8", *sizes, None, recompute == "attention")
 
 
 def _titan(
-    name: str, config: Mapping[str, Any], machine: str, dp: int, tp: int, local: int, tokens: float, **more: Any
+    name: str,
+    config: Mapping[str, Any],
+    machine: str,
+    mesh: tuple[int, int],
+    local: int,
+    tokens: float,
+    how: Execution,
+    **more: Any,
 ) -> Run:
     """``tokens``: a second and device. ``local``: sequences a step of one tp group."""
-    mesh, batch = {"pp": 1, "dp": dp, "tp": tp}, dp * local
-    seconds = batch * 8192 / (tokens * dp * tp)
-    run = (f"torchtitan {name}", more.pop("source", _TITAN), machine, config, mesh, batch, local, 8192)
-    return Run(*run, seconds=seconds, beyond="FSDP: parameters and gradients sharded over dp too", **more)
+    dp, tp = mesh
+    seconds = dp * local * 8192 / (tokens * dp * tp)
+    return Run("torchtitan", name, machine, config, (1, dp, tp), dp * local, local, 8192, how, seconds, **more)
+
+
+def _foundry(
+    name: str, machine: str, devices: int, micro: int, accumulated: int, tokens: float, again: bool = True
+) -> Run:
+    """``tokens``: a second and device."""
+    shape = {"7B": (32, 4096, 32), "13B": (40, 5120, 40), "30B": (48, 7168, 56), "70B": (80, 8192, 64)}[name]
+    how = Execution(recompute="layers" if again else "nothing", overlap=("dp",), sharded=True)
+    batch = devices * micro * accumulated
+    config, seconds = _gpt(*shape, vocab=50_368, dropout=0.0), batch * 2048 / (tokens * devices)
+    title = f"MPT {name}{'' if again else ', no recomputation'}"
+    return Run("llm-foundry", title, machine, config, (1, devices, 1), batch, micro, 2048, how, seconds)
 
 
 LLAMA_8B, LLAMA_70B = _llama(32, 4096, 32, 14336), _llama(80, 8192, 64, 28672)
 LLAMA_405B = _llama(126, 16384, 128, 53248)
+_FSDP = Execution(recompute="half", overlap=("dp",), sharded=True)
+_COMPILED = replace(_FSDP, fused=True)
+_LAYERS = replace(_COMPILED, recompute="layers")
+_ASYNC = ("dp", "tp")
 RUNS = (
-    _megatron("22B", (48, 6144, 64), 1, 4, 1.10, 45.5625 + 9.5625),
-    _megatron("175B", (96, 12288, 96), 8, 64, 13.75, 45.5625 + 12.3515625),
-    _megatron("530B", (105, 20480, 128), 35, 280, 37.83, 31.640625 + 23.076171875),
-    _megatron("1T", (128, 25600, 160), 64, 512, 71.49, 32.958984375 + 26.5625),
-    _titan("Llama 3 8B", LLAMA_8B, "a100x8", 64, 1, 1, 2973, mfu=0.582, recompute=False),
-    _titan("Llama 3 70B", LLAMA_70B, "a100x8", 64, 1, 1, 331, mfu=0.517, recompute=True),
-    _titan("Llama 3.1 405B", LLAMA_405B, "h100x8", 16, 8, 2, 109, mfu=0.290, recompute=True),
-    _titan("Llama 3 8B, tp", LLAMA_8B, "h100x8", 8, 8, 12, 4378, recompute=False, source=_ASYNC),
-    _titan("Llama 3 70B, tp", LLAMA_70B, "h100x8", 32, 8, 16, 597.3, recompute=True, source=_ASYNC),
+    *_megatron("22B", (48, 6144, 64), 1, 4, 1.42, 1.10, 45.5625 + 9.5625),
+    *_megatron("175B", (96, 12288, 96), 8, 64, 18.13, 13.75, 45.5625 + 12.3515625),
+    *_megatron("530B", (105, 20480, 128), 35, 280, 49.05, 37.83, 31.640625 + 23.076171875),
+    *_megatron("1T", (128, 25600, 160), 64, 512, 94.42, 71.49, 32.958984375 + 26.5625),
+    _titan("Llama 3 8B", LLAMA_8B, "a100x8", (64, 1), 1, 2973, _COMPILED, mfu=0.582),
+    _titan("Llama 3 70B", LLAMA_70B, "a100x8", (64, 1), 1, 331, _LAYERS, mfu=0.517),
+    _titan("Llama 3.1 405B", LLAMA_405B, H100_500W, (16, 8), 2, 109, _LAYERS, mfu=0.290),
+    _titan("Llama 3.1 8B, eager", LLAMA_8B, H100_500W, (8, 1), 2, 5762, _FSDP, memory=82.4 * _GIB),
+    _titan("Llama 3.1 8B", LLAMA_8B, H100_500W, (8, 1), 2, 6667, _COMPILED, memory=77.0 * _GIB),
+    _titan("Llama 3.1 8B, eager", LLAMA_8B, H100_500W, (128, 1), 2, 5605, _FSDP, memory=67.0 * _GIB),
+    _titan("Llama 3.1 8B", LLAMA_8B, H100_500W, (128, 1), 2, 6514, _COMPILED, memory=62.0 * _GIB),
+    _titan("Llama 3.1 70B", LLAMA_70B, H100_500W, (32, 8), 16, 597.3, _LAYERS),
+    _titan("Llama 3.1 70B, async tp", LLAMA_70B, H100_500W, (32, 8), 16, 652.4, replace(_LAYERS, overlap=_ASYNC)),
+    _titan("Llama 3.1 8B", LLAMA_8B, H100_500W, (8, 8), 12, 4378, _COMPILED),
+    _titan("Llama 3.1 8B, async tp", LLAMA_8B, H100_500W, (8, 8), 12, 4809.4, replace(_COMPILED, overlap=_ASYNC)),
+    _foundry("70B", "h100x8", 512, 8, 1, 1007),
+    _foundry("70B", "h100x8", 128, 8, 1, 1058),
+    _foundry("30B", "h100x8", 512, 8, 1, 2115),
+    _foundry("30B", "h100x8", 128, 8, 1, 2199),
+    _foundry("13B", "h100x8", 512, 16, 1, 4952),
+    _foundry("13B", "h100x8", 128, 16, 1, 5080),
+    _foundry("7B", "h100x8", 512, 6, 1, 9670, again=False),
+    _foundry("7B", "h100x8", 128, 6, 1, 10475, again=False),
+    _foundry("70B", "h100x8", 32, 2, 16, 882),
+    _foundry("30B", "h100x8", 32, 14, 3, 2308),
+    _foundry("30B", "h100x8", 8, 3, 21, 2002),
+    _foundry("13B", "h100x8", 32, 2, 1, 4811, again=False),
+    _foundry("13B", "h100x8", 8, 2, 1, 4792, again=False),
+    _foundry("7B", "h100x8", 8, 6, 1, 10643, again=False),
+    _foundry("70B", "a100x8", 32, 2, 16, 373),
+    _foundry("30B", "a100x8", 8, 3, 21, 916),
+    _foundry("13B", "a100x8", 8, 2, 3, 2262, again=False),
+    _foundry("7B", "a100x8", 8, 6, 2, 4641, again=False),
 )
+FITTED = tuple(run for i, run in enumerate(RUNS) if i % 4 in (0, 3))
+KEPT = tuple(run for i, run in enumerate(RUNS) if i % 4 in (1, 2))
+
+
+# -- predicted -----------------------------------------------------------------------------------------
+Figures = Mapping[str, float]
+_START = {"a100": 0.8, "h100": 0.7, "a100_attention": 0.7, "h100_attention": 0.5}
+_START |= {"link": 0.8, "memory": 0.9, "beside": 0.2, "fused": 0.5}
+_BOUNDS = {"a100": (0.6, 0.95), "h100": (0.5, 0.9), "a100_attention": (0.4, 1.0), "h100_attention": (0.3, 1.0)}
+_BOUNDS |= {"link": (0.5, 0.95), "memory": (0.6, 1.0), "beside": (0.0, 1.0), "fused": (0.2, 1.0)}
+_PRIOR = 0.02  # what a squared distance from the start, in parts of the bounds, weighs beside a squared error
+
+
+class Models:
+    """The recorded models of the runs."""
+
+    def __init__(self, home: Path) -> None:
+        self._home, self._models = home, dict[str, Reduced]()
+
+    def predict(self, run: Run, figures: Figures | None = None) -> Prediction:
+        """With the published machine, or with one that reaches ``figures``."""
+        architecture = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM"}[run.config["model_type"]]
+        text = json.dumps({**run.config, "architectures": [architecture]}, sort_keys=True)
+        if text not in self._models:
+            folder = self._home / f"{len(self._models)}"
+            folder.mkdir()
+            (folder / "config.json").write_text(text)
+            self._models[text] = Reduced(str(folder), run.seq_len, torch.bfloat16)
+        return predict(self._models[text], run.choice, _machine(run, figures))
+
+    def error(self, run: Run, figures: Figures | None = None) -> float:
+        """The logarithm of the predicted step over the published one."""
+        return math.log(self.predict(run, figures).step / run.seconds)
+
+    def off(self, run: Run, figures: Figures | None = None) -> float:
+        return abs(math.exp(self.error(run, figures)) - 1)
+
+
+def _machine(run: Run, figures: Figures | None) -> Machine:
+    name, bandwidth = run.machine.removesuffix("-500w"), 2.4e12 if run.machine == H100_500W else None
+    reached = None
+    if figures is not None:
+        kind = name.removesuffix("x8")
+        link, memory, beside, fused = (figures[field] for field in ("link", "memory", "beside", "fused"))
+        reached = Reached(figures[kind], figures[f"{kind}_attention"], link, memory, beside, fused)
+    machine = gpus(name, reached, bandwidth)
+    return replace(machine, hosts=-(-run.devices // machine.per_host))
+
+
+def fit(models: Models, runs: Sequence[Run]) -> dict[str, float]:
+    """Figures inside bounds that bring the runs' steps nearest to the published ones, by squares of logarithms: each
+    figure is moved as long as that helps, then by half as much."""
+
+    def loss(figures: Figures) -> float:
+        away = sum(((figures[k] - _START[k]) / (high - low)) ** 2 for k, (low, high) in _BOUNDS.items())
+        return sum(models.error(run, figures) ** 2 for run in runs) + _PRIOR * away
+
+    found, part = dict(_START), 0.16
+    best = loss(found)
+    while part > 0.005:
+        before = best
+        for name, (low, high) in _BOUNDS.items():
+            for move in (part * (high - low), part * (low - high)):
+                other = {**found, name: min(max(found[name] + move, low), high)}
+                if (value := loss(other)) < best:
+                    found, best = other, value
+                    break
+        part /= 1 if best < before else 2
+    return found
 
 
 def compare_published() -> None:
-    """Step time, MFU and memory of public runs, and what is predicted from their configurations."""
-    say("| run | devices | published step | predicted | MFU | predicted | memory | predicted | not modelled |")
-    say("|---|---:|---:|---:|---:|---:|---:|---:|---|")
+    """Public runs beside predictions, with the fit that the published machines have its figures from."""
     with tempfile.TemporaryDirectory() as home:
+        models = Models(Path(home))
+        say("| run | devices | published step | predicted | off | MFU | memory | predicted | |")
+        say("|---|---:|---:|---:|---:|---:|---:|---:|---|")
         for run in RUNS:
-            architecture = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM"}[run.config["model_type"]]
-            folder = Path(home, f"{RUNS.index(run)}")
-            folder.mkdir()
-            (folder / "config.json").write_text(json.dumps({**run.config, "architectures": [architecture]}))
-            machine = find(run.machine)
-            machine = replace(machine, hosts=-(-run.devices // machine.per_host))
-            sizes = run.mesh
-            chosen = Choice(
-                Ways(tp=sizes["tp"], sequence_parallel=sizes["tp"] > 1),
-                pp=sizes["pp"],
-                dp=sizes["dp"],
-                microbatch=run.microbatch,
-                microbatches=run.batch // sizes["dp"] // run.microbatch,
-                recompute=run.recompute,
-                zero1=True,
-                bucket_mb=256,
-            )
-            p = predict(Reduced(str(folder), run.seq_len, torch.bfloat16), chosen, machine)
-            memory = "" if run.memory is None else f"{run.memory / 2**30:.0f} GiB"
+            p = models.predict(run)
+            memory = "|" if run.memory is None else f"{run.memory / _GIB:.0f} GiB | {p.nbytes / _GIB:.0f} GiB"
             mfu = run.utilization(run.seconds) if run.mfu is None else run.mfu
-            times = f"{run.seconds:.2f} s | {p.step:.2f} s | {mfu:.0%} | {run.utilization(p.step):.0%}"
-            say(f"| {run.name} | {run.devices} | {times} | {memory} | {p.nbytes / 2**30:.0f} GiB | {run.beyond} |")
+            times = f"{run.seconds:.2f} s | {p.step:.2f} s | {p.step / run.seconds - 1:+.0%} | {mfu:.0%}"
+            device = "A100" if run.machine == "a100x8" else "H100"
+            half = "fitted" if run in FITTED else "kept"
+            say(f"| {run.source} {run.name} | {run.devices} {device} | {times} | {memory} | {half} |")
+        for name, runs in (("fitted", FITTED), ("kept", KEPT)):
+            say(f"\n{name}: {_summary([models.off(run) for run in runs])}")
+        fitted = fit(models, FITTED)
+        say(f"\nfigures that this fit finds: {', '.join(f'{k} {v:.2f}' for k, v in fitted.items())}")
+        say(f"started from, without a fit: {_summary([models.off(run, _START) for run in RUNS])}")
+        for source in dict.fromkeys(run.source for run in RUNS):
+            others = fit(models, [run for run in RUNS if run.source != source])
+            offs = [models.off(run, others) for run in RUNS if run.source == source]
+            say(f"{source}, fitted to the other sources alone: {_summary(offs)}")
+
+
+def _summary(offs: Sequence[float]) -> str:
+    return f"{len(offs)} runs, median error {statistics.median(offs):.1%}, largest {max(offs):.0%}"

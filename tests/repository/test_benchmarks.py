@@ -17,7 +17,8 @@ from helpers.places import ROOT
 from helpers.tiers import tiers
 
 from benchmarks.__main__ import TINY
-from tpcore_plan.machine import Machine, find
+from tpcore_plan.machine import Machine
+from tpcore_plan.published import find
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.usefixtures("default_checks")]
 

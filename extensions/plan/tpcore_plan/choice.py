@@ -7,13 +7,15 @@ from dataclasses import dataclass, field
 
 from tpcore.layout.mesh import Mesh
 
+from .execution import Execution
 from .reduced import Ways
 
 
 @dataclass(frozen=True)
 class Choice:
     """A mesh and what is chosen with it. ``microbatch``: examples of one; ``microbatches``: of a step, one after the
-    other. ``recompute``: layers run again in backward, as they always do in stages. ``bucket_mb``: of Zero1."""
+    other. ``recompute``: layers run again in backward, as they always do in stages. ``bucket_mb``: of Zero1.
+    ``execution``: of another program than tpcore's, which then says what is recomputed."""
 
     ways: Ways = field(default_factory=Ways)
     pp: int = 1
@@ -23,6 +25,7 @@ class Choice:
     recompute: bool = False
     zero1: bool = False
     bucket_mb: float = 4
+    execution: Execution | None = None
 
     @property
     def mesh(self) -> Mesh:
@@ -47,6 +50,7 @@ class Choice:
         details += [self.ways.context_parallel or "gather"] if self.ways.cp > 1 else []
         details += ["recompute"] if self.recompute and self.pp == 1 else []
         details += ["Zero1"] if self.zero1 else []
+        details += [str(self.execution)] if self.execution is not None else []
         return f"{', '.join(axes)}; {', '.join(details)}"
 
 

@@ -13,7 +13,8 @@ from tpcore.cli.console import bytes_of, dtype_of, echo, table_of, tell
 from tpcore.errors import extra
 from tpcore_explain.summary import save_pictures, size
 
-from .machine import PUBLISHED
+from .execution import RECOMPUTED, Execution
+from .published import PUBLISHED
 
 if TYPE_CHECKING:  # a model's rooms take long to import
     from .search import MeshPlan
@@ -30,6 +31,13 @@ def plan_mesh(
     seq_len: int = typer.Option(2048, min=1, help="Tokens of an example."),
     dtype: str = typer.Option("bfloat16", help="Of parameters and activations."),
     capacity_factor: float | None = typer.Option(None, min=0, help="Of experts: how much of an even share each takes."),
+    interleaved: int | None = typer.Option(
+        None, min=1, help="Another program's: stages of a device, one forward one back."
+    ),
+    recompute: str | None = typer.Option(None, help=f"Another program's: {', '.join(RECOMPUTED)}."),
+    overlap: str | None = typer.Option(None, help="Another program's: axes with collectives beside compute: dp,tp."),
+    fused: bool = typer.Option(False, help="Another program's: compiled kernels."),
+    fsdp: bool = typer.Option(False, help="Another program's: parameters and gradients sharded over dp."),
     as_json: bool = typer.Option(False, "--json", help="Print everything as JSON, for programs."),
     plot: Path | None = typer.Option(None, help="Draw memory and time to this file: out.png, out.svg."),
 ) -> None:
@@ -42,6 +50,9 @@ def plan_mesh(
     try:
         sizes: dict[str, Any] = {"hosts": hosts, "devices": devices, "per_host": per_host, "machine": machine}
         sizes |= {"batch": batch, "seq_len": seq_len, "dtype": dtype_of(dtype), "capacity_factor": capacity_factor}
+        if any(option is not None for option in (interleaved, recompute, overlap)) or fused or fsdp:
+            axes = tuple(axis.strip() for axis in overlap.split(",")) if overlap else ()
+            sizes["execution"] = Execution(interleaved or 1, recompute or "nothing", axes, fused, fsdp)
         sizes["memory"] = None if memory is None else float(bytes_of("--memory", memory, unit=True))
         plans = plan(target, **sizes)
         title = f"{plans.model} on {plans.limits.devices} devices of {plans.machine.name}"
@@ -68,7 +79,7 @@ def _parts(plans: MeshPlan, title: str) -> Iterator[str | Table]:
     if plans.machine.name in PUBLISHED:
         yield (
             "\nPredicted from published figures, not measured (tpcore plan --json names their sources). Not modelled: "
-            "collectives beside compute, compilers that fuse, experts chosen unevenly."
+            "experts chosen unevenly; collectives beside compute and compilers that fuse, but by --overlap and --fused."
         )
 
 
@@ -93,8 +104,9 @@ def _best_lines(plans: MeshPlan) -> Iterator[str]:
 
     choice, command = plans.best.choice, launch_line(plans.limits.devices, plans.machine.per_host)
     dtype = str(plans.limits.dtype).removeprefix("torch.")
-    yield f"\nThe first of them:\n\n  {command}\n"
-    yield from (f"  {line}" for line in (*setup_lines(choice, dtype), "", *step_lines(choice)))
+    if choice.execution is None:
+        yield f"\nThe first of them:\n\n  {command}\n"
+        yield from (f"  {line}" for line in (*setup_lines(choice, dtype), "", *step_lines(choice)))
     if plans.cache is not None:
         fit = (plans.limits.memory - plans.best.memory["parameters"]) / plans.cache
         served = f"{size(plans.cache)} of keys and values on a device: {fit:,.0f} tokens fit beside its parameters"

@@ -20,6 +20,9 @@ from tpcore_explain.recording import Collective, Recorder
 
 BEFORE, AFTER = "before the layers", "after the layers"
 ATTENTION, GROUPED = "attention", "grouped_mm"
+SCORES = "scores"
+"""What attention writes and reads that is no fused kernel: scores, probabilities, and what dropout leaves of them."""
+_PASSES = 6, 10  # over the scores, forward and backward
 _aten = torch.ops.aten
 _FREE = {_aten.empty, _aten.new_empty, _aten.empty_like, _aten.empty_strided, _aten.detach, _aten._unsafe_view}
 _FREE |= {_aten.lift_fresh, _aten.scalar_tensor, _aten.new_empty_strided}
@@ -241,6 +244,9 @@ class _Kernel(torch.autograd.Function):
         ctx.meter, ctx.inputs = meter, len(inputs)
         ctx.cost = name, flops, float(sum(map(_nbytes, (*inputs, out)))), times
         meter.note(*ctx.cost)
+        ctx.scores = 0 if name != ATTENTION else out.shape[:-1].numel() * inputs[1].shape[-2] * out.element_size()
+        if ctx.scores:
+            meter.note(SCORES, 0.0, float(_PASSES[0] * ctx.scores))
         return out
 
     @staticmethod
@@ -249,4 +255,6 @@ class _Kernel(torch.autograd.Function):
         # attention computes its scores again; grouped are the gradients of rows, and of matrices
         for cost in [(2.5 * flops, 2.0 * nbytes)] if name == ATTENTION else [(flops, nbytes)] * 2:
             ctx.meter.note(name, *cost, times)
+        if ctx.scores:
+            ctx.meter.note(SCORES, 0.0, float(_PASSES[1] * ctx.scores))
         return None, None, None, None, *map(torch.empty_like, ctx.saved_tensors[: ctx.inputs])

@@ -6,20 +6,21 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 
-from tpcore.comm.transport import PRIMITIVES
 from tpcore.train.data_parallel import BUCKET
 from tpcore.train.pipeline import Schedule
 
 from .choice import Choice
+from .clock import Clock
 from .costs import HeldBytes, StepCosts, by_name
 from .machine import Machine
-from .meter import AFTER, ATTENTION, BEFORE, PartCosts
+from .meter import AFTER, BEFORE
 from .reduced import RECORDED_BUCKET, Reduced
+from .steps import execution_seconds, kept_bytes, shared, update_seconds
 
 _UPDATE = ("reduction", "clipping", "optimizer")
 _SMALL = 2.0**16  # bytes: of the numbers beside tensors
@@ -61,7 +62,8 @@ class Prediction:
             "mesh": dict(choice.mesh.axes),
             "microbatch": choice.microbatch,
             "microbatches": choice.microbatches,
-            "recompute": choice.recompute or choice.pp > 1,
+            "recompute": choice.recompute or (choice.pp > 1 and choice.execution is None),
+            "execution": None if choice.execution is None else asdict(choice.execution),
             "zero1": choice.zero1,
             "parallelize": choice.ways.options(),
             "memory": dict(self.memory),
@@ -75,21 +77,15 @@ def predict(model: Reduced, choice: Choice, machine: Machine) -> Prediction:
     """Raises ValueError where ``tpcore.parallelize`` refuses the choice, or the machine has no rate for the dtype."""
     costs = model.costs(choice.ways, choice.microbatch)
     dtype = str(model.dtype or torch.get_default_dtype()).removeprefix("torch.")
-    clock = _Clock(machine, choice, dtype)
-    seconds: dict[str, float] = {}
-    for name, phase, region, times in _runs(model, choice):
-        durations = clock.of(costs.part(phase, region), choice.pp if region in (BEFORE, AFTER) else 1)
-        for part, duration in durations.items():
-            key = name if part == "compute" else part
-            seconds[key] = seconds.get(key, 0.0) + times * duration
+    clock = Clock(machine, choice, dtype)
     local = held_by_rank(model, costs, choice)
-    if choice.pp > 1:
-        shift = clock.collective("permute", ("pp",), costs.hidden, choice.pp)
-        ends = clock.collective("broadcast", ("pp",), costs.hidden, choice.pp)
-        ticks = Schedule(choice.pp, choice.microbatches).ticks
-        seconds["between stages"] = 2 * ticks * shift + 2 * choice.microbatches * ends
-    for part, duration in _update_seconds(model, choice, local, clock).items():
-        seconds[part] = seconds.get(part, 0.0) + duration
+    if choice.execution is None:
+        seconds = _seconds(model, costs, choice, clock) | _update_seconds(model, choice, local, clock)
+    else:
+        seconds = execution_seconds(model.order, costs, choice, choice.execution, clock)
+        total, sums = local[False] + local[True], _sums(choice, local, clock)
+        state = model.state(choice.zero1) * total.elements / (choice.data if choice.zero1 else 1)
+        seconds |= update_seconds(model.order, costs, choice, choice.execution, clock, total, state, sums)
     runs = list(_runs(model, replace(choice, pp=1, recompute=False)))
     flops = sum(
         times * o.flops * o.times / choice.pp
@@ -99,6 +95,22 @@ def predict(model: Reduced, choice: Choice, machine: Machine) -> Prediction:
     peak = machine.rate(dtype, math.inf)
     tokens = choice.batch * model.seq_len
     return Prediction(choice, memory_of(model, costs, choice, local), seconds, flops, tokens, peak)
+
+
+def _seconds(model: Reduced, costs: StepCosts, choice: Choice, clock: Clock) -> dict[str, float]:
+    """Of forward and backward, by part."""
+    seconds: dict[str, float] = {}
+    for name, phase, region, times in _runs(model, choice):
+        durations = clock.of(costs.part(phase, region), choice.pp if region in (BEFORE, AFTER) else 1)
+        for part, duration in durations.items():
+            key = name if part == "compute" else part
+            seconds[key] = seconds.get(key, 0.0) + times * duration
+    if choice.pp > 1:
+        shift = clock.collective("permute", ("pp",), costs.hidden, choice.pp)
+        ends = clock.collective("broadcast", ("pp",), costs.hidden, choice.pp)
+        ticks = Schedule(choice.pp, choice.microbatches).ticks
+        seconds["between stages"] = 2 * ticks * shift + 2 * choice.microbatches * ends
+    return seconds
 
 
 def _runs(model: Reduced, choice: Choice) -> Iterator[tuple[str, str, str, float]]:
@@ -122,45 +134,6 @@ def _runs(model: Reduced, choice: Choice) -> Iterator[tuple[str, str, str, float
         yield "embedding and loss", phase, region, m
 
 
-class _Clock:
-    """The seconds of operators and collectives."""
-
-    def __init__(self, machine: Machine, choice: Choice, dtype: str) -> None:
-        self.machine, self._choice, self._dtype = machine, choice, dtype
-
-    def of(self, part: PartCosts, stages: int = 1) -> dict[str, float]:
-        """By "compute" and the axes of collectives. ``stages``: that share the work, as that of the vocabulary."""
-        seconds = {
-            "compute": sum(o.times * self.operator(o.name, o.flops / stages, o.nbytes / stages) for o in part.operators)
-        }
-        for call, nbytes in part.calls:
-            axes = ("pp", *call.axes) if stages > 1 else call.axes
-            key = f"{' x '.join(axes)} collectives"
-            spent = self.collective(call.op, axes, nbytes, call.size * stages)
-            seconds[key] = seconds.get(key, 0.0) + spent
-        return seconds
-
-    def operator(self, name: str, flops: float, nbytes: float) -> float:
-        machine = self.machine
-        if flops:
-            share = machine.attention if name == ATTENTION else 1.0
-            rate = machine.rate(self._dtype, flops) * share
-            return machine.overhead + max(flops / rate, nbytes / machine.memory_bandwidth)
-        return machine.overhead + nbytes / machine.moved(name, nbytes)
-
-    def collective(self, op: str, axes: tuple[str, ...], nbytes: float, size: int) -> float:
-        """Of a ring; ``nbytes``: of a rank's input."""
-        if size == 1:
-            return 0.0
-        name, mesh_axes = op.partition(" ")[0], list(self._choice.mesh.axes.items())
-        involved = [i for i, (axis, n) in enumerate(mesh_axes) if axis in axes and n > 1]
-        span = math.prod(n for _, n in mesh_axes[involved[0] :]) if involved else 1  # from its first rank to its last
-        link = self.machine.inside if span <= self.machine.per_host else self.machine.between
-        steps = {"all_reduce": 2 * (size - 1), "permute": 1, "broadcast": math.ceil(math.log2(size))}
-        sent = PRIMITIVES[name].sent(int(nbytes), size)
-        return steps.get(name, size - 1) * link.latency + sent / link.bandwidth
-
-
 def held_by_rank(model: Reduced, costs: StepCosts, choice: Choice) -> dict[bool, HeldBytes]:
     """What a rank holds, of parameters that all data ranks have and of those that ep divides."""
     local = {False: HeldBytes(), True: HeldBytes()}
@@ -169,7 +142,7 @@ def held_by_rank(model: Reduced, costs: StepCosts, choice: Choice) -> dict[bool,
     return local
 
 
-def _update_seconds(model: Reduced, choice: Choice, local: Mapping[bool, HeldBytes], clock: _Clock) -> dict[str, float]:
+def _update_seconds(model: Reduced, choice: Choice, local: Mapping[bool, HeldBytes], clock: Clock) -> dict[str, float]:
     """Reduction, clipping and the optimizer: what they cost for the kept layers, scaled to all parameters."""
     total = local[False] + local[True]
     costs = model.update(choice.data, choice.zero1)
@@ -189,7 +162,12 @@ def _update_seconds(model: Reduced, choice: Choice, local: Mapping[bool, HeldByt
     added = (choice.microbatches - 1) * total.gradient
     update += (choice.microbatches - 1) * total.tensors * overhead
     update += 3 * added / clock.machine.moved("add_", cold(added))
-    sums = 0.0  # of gradients, and with Zero1 of the new weights, in buckets
+    return {"optimizer": update, "gradients over data ranks": _sums(choice, local, clock)}
+
+
+def _sums(choice: Choice, local: Mapping[bool, HeldBytes], clock: Clock) -> float:
+    """Seconds of those of gradients, and with Zero1 of the new weights' gathers, in buckets."""
+    sums = 0.0
     bucket = choice.bucket_mb * 2**20 if choice.zero1 else BUCKET
     for divided, axes in ((False, ("dp", "ep", "cp")), (True, ("dp", "cp"))):
         size, part = math.prod(choice.mesh.axes[axis] for axis in axes), local[divided]
@@ -199,7 +177,7 @@ def _update_seconds(model: Reduced, choice: Choice, local: Mapping[bool, HeldByt
             if choice.zero1:
                 spent += clock.collective("all_gather", axes, part.nbytes / count / size, size)
             sums += count * spent
-    return {"optimizer": update, "gradients over data ranks": sums}
+    return sums
 
 
 # -- memory -----------------------------------------------------------------------------------------------
@@ -208,10 +186,15 @@ def memory_of(model: Reduced, costs: StepCosts, choice: Choice, local: Mapping[b
     total = local[False] + local[True]
     ranks = {False: choice.data, True: choice.dp * choice.ways.cp} if choice.zero1 else {False: 1, True: 1}
     entries = sum(local[divided].elements / n for divided, n in ranks.items())
-    gradients, state = total.gradient, model.state(choice.zero1) * entries
-    peak = (_stage_peak if choice.pp > 1 else _peak)(model, costs, choice, gradients)
-    activations = max(max(peak, _update_peak(model, choice, gradients, entries)) - gradients, 0.0)
-    return {"parameters": total.nbytes, "gradients": gradients, "optimizer": state, "activations": activations}
+    parameters, gradients, state = total.nbytes, total.gradient, model.state(choice.zero1) * entries
+    if choice.execution is not None:
+        if choice.execution.sharded:
+            parameters, gradients = shared(local, costs, choice)
+        activations = kept_bytes(model.order, costs, choice, choice.execution)
+    else:
+        peak = (_stage_peak if choice.pp > 1 else _peak)(model, costs, choice, gradients)
+        activations = max(max(peak, _update_peak(model, choice, gradients, entries)) - gradients, 0.0)
+    return {"parameters": parameters, "gradients": gradients, "optimizer": state, "activations": activations}
 
 
 def _update_peak(model: Reduced, choice: Choice, gradients: float, entries: float) -> float:

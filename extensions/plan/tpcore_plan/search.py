@@ -14,8 +14,10 @@ from tpcore_explain.summary import size
 from tpcore_explain.target import Factory
 
 from .choice import Choice
-from .machine import Machine, find
+from .execution import Execution
+from .machine import Machine
 from .predict import Prediction, predict
+from .published import find
 from .reduced import Reduced, Ways
 
 _MICROBATCHES = (1, 2, 4, 8, 16)
@@ -83,6 +85,7 @@ def plan(
     seq_len: int = 2048,
     dtype: torch.dtype = torch.bfloat16,
     capacity_factor: float | None = None,
+    execution: Execution | None = None,
 ) -> MeshPlan:
     """Predict the time and the peak memory of a training step on every mesh of ``devices`` devices (default: all of
     ``hosts`` hosts), and sort what fits.
@@ -91,7 +94,7 @@ def plan(
     (``tpcore plan --help`` lists them), a file of ``Machine.write``, or a ``Machine``. ``per_host`` and ``memory``,
     bytes of a device: other than the machine's. ``batch``: examples of ``seq_len`` tokens in a step, of all devices
     together. ``dtype``: of parameters and activations; below float32 Zero1 has master weights in float32.
-    ``capacity_factor``: of experts.
+    ``capacity_factor``: of experts. ``execution``: of another program than tpcore's, so that its meshes are searched.
 
     A step is forward and backward of microbatches, reduction, clipping and AdamW. Layers that are alike are recorded
     once. Raises ValueError for sizes that cannot be, and where no step can be recorded.
@@ -111,20 +114,23 @@ def plan(
         model.costs(Ways(tp=2, sequence_parallel=True), 1)
     except ValueError as e:  # a model that refuses more says why in the search
         model.takes_sequence = "sequence_parallel" not in str(e)
-    rows, refused = _search(model, hardware, limits)
+    rows, refused = _search(model, hardware, limits, execution)
     cache = model.cache(rows[0].choice.ways.tp) if rows else None
     return MeshPlan(hardware, limits, model.name, tuple(rows), refused, cache)
 
 
-def _search(model: Reduced, machine: Machine, limits: Limits) -> tuple[list[Prediction], dict[str, int]]:
+def _search(
+    model: Reduced, machine: Machine, limits: Limits, execution: Execution | None
+) -> tuple[list[Prediction], dict[str, int]]:
     rows: list[Prediction] = []
     refused: Counter[str] = Counter()
     usable = (1 - _RESERVED) * limits.memory
     nearest = math.inf
     too_large: set[tuple[Ways, int, bool]] = set()
-    for choice in _choices(model, machine, limits, refused):
+    for choice in _choices(model, machine, limits, execution, refused):
         larger = choice.ways, choice.pp, choice.recompute  # than one of smaller microbatches, which comes first
-        least = model.least(choice.ways.tp * choice.pp, choice.ways.ep, choice.data, choice.zero1)
+        shares = choice.ways.tp * choice.pp * (choice.data if execution is not None and execution.sharded else 1)
+        least = model.least(shares, choice.ways.ep, choice.data, choice.zero1)
         if larger in too_large or least > usable:
             refused[_TOO_LARGE] += 1  # nothing is recorded
             continue
@@ -149,7 +155,9 @@ def _search(model: Reduced, machine: Machine, limits: Limits) -> tuple[list[Pred
     return sorted(rows, key=lambda row: row.step), refused
 
 
-def _choices(model: Reduced, machine: Machine, limits: Limits, refused: Counter[str]) -> Iterator[Choice]:
+def _choices(
+    model: Reduced, machine: Machine, limits: Limits, execution: Execution | None, refused: Counter[str]
+) -> Iterator[Choice]:
     """All that the sizes allow."""
     for tp in _divisors(min(limits.devices, machine.per_host), limits.devices):
         for cp in _divisors(max(limits.seq_len // _TOKENS, 1), limits.devices // tp):
@@ -164,34 +172,37 @@ def _choices(model: Reduced, machine: Machine, limits: Limits, refused: Counter[
                     ways.append(replace(ways[0], expert_parallel=True))
                 for pp in _divisors(rest // ep, rest // ep):
                     dp = rest // ep // pp
-                    if why := _misfit(model, limits, pp, dp * ep):
+                    if why := _misfit(model, limits, pp, dp * ep, execution):
                         refused[why] += 1
                         continue
                     for way in ways:
-                        yield from _loops(way, pp, dp, limits)
+                        yield from _loops(way, pp, dp, limits, execution)
 
 
-def _misfit(model: Reduced, limits: Limits, pp: int, replicas: int) -> str | None:
+def _misfit(model: Reduced, limits: Limits, pp: int, replicas: int, execution: Execution | None) -> str | None:
     if pp > 1 and not model.alike:
         return "pp: stages run one program, and the layers are not alike"
     if pp > 1 and model.routed:
         return "pp: stages have no loss of routers (output_router_logits)"
-    if len(model.order) % pp:
-        return f"pp {pp} does not divide {len(model.order)} layers"
+    stages = pp * (1 if execution is None or pp == 1 else execution.interleaved)
+    if len(model.order) % stages:
+        return f"pp {pp} does not divide {len(model.order)} layers" + ("" if stages == pp else f" into {stages} stages")
     if limits.batch % replicas:
         return f"{limits.batch} examples are no multiple of the {replicas} replicas"
     return None
 
 
-def _loops(ways: Ways, pp: int, dp: int, limits: Limits) -> Iterator[Choice]:
+def _loops(ways: Ways, pp: int, dp: int, limits: Limits, execution: Execution | None) -> Iterator[Choice]:
     examples, data = limits.batch // (dp * ways.ep), dp * ways.ep * ways.cp
     zero1 = data > 1 or limits.dtype in (torch.bfloat16, torch.float16)
     # each rank sends 2 MiB of a bucket, so that latency is a small part
     bucket = float(next((b for b in _BUCKETS if b >= min(data, 128) // 2), _BUCKETS[-1]))
     for microbatch in _MICROBATCHES:
-        if examples % microbatch == 0:
-            for recompute in (False, True) if pp == 1 else (False,):
-                yield Choice(ways, pp, dp, microbatch, examples // microbatch, recompute, zero1, bucket)
+        count, rest = divmod(examples, microbatch)
+        if rest or (execution is not None and execution.interleaved > 1 and count % pp):
+            continue  # interleaved stages take microbatches in rounds of pp
+        for recompute in (False, True) if pp == 1 and execution is None else (False,):
+            yield Choice(ways, pp, dp, microbatch, count, recompute, zero1, bucket, execution)
 
 
 def _divisors(most: int, of: int) -> list[int]:

@@ -19,10 +19,13 @@ import tpcore
 from tpcore.cli.app import app
 from tpcore_explain.explain import explain
 from tpcore_plan.choice import Choice, setup_lines, step_lines
+from tpcore_plan.clock import Clock
 from tpcore_plan.costs import HeldBytes
-from tpcore_plan.machine import Link, Machine, find
-from tpcore_plan.meter import ATTENTION
+from tpcore_plan.execution import Execution
+from tpcore_plan.machine import Link, Machine
+from tpcore_plan.meter import AFTER, ATTENTION
 from tpcore_plan.predict import held_by_rank, memory_of, predict
+from tpcore_plan.published import find
 from tpcore_plan.reduced import Reduced, Ways
 from tpcore_plan.search import plan
 
@@ -233,6 +236,75 @@ def test_every_plan_fits_and_the_fastest_is_first(tmp_path: Path) -> None:
         _ = none.best
 
 
+def test_an_execution_of_another_program(tmp_path: Path) -> None:
+    """What it recomputes, how long its stages wait, and what its collectives add beside compute."""
+    few, free = reduced(tmp_path), machine(inside=Link(0.0, 1e30), between=Link(0.0, 1e30))
+    forward, both = flops(few, Ways(), 1, ("forward",)), flops(few, Ways(), 1)
+
+    def parts(choice: Choice, on: Machine = free, **options: Any) -> dict[str, float]:
+        return dict(predict(few, replace(choice, execution=Execution(**options)), on).seconds)
+
+    head = parts(Choice())["embedding and loss"]
+    stages = Choice(pp=2, microbatches=4)
+    for interleaved, idle in ((1, 1.0), (2, 0.5)):
+        found = parts(stages, interleaved=interleaved)
+        assert found["layers"] + found["embedding and loss"] == pytest.approx(4 * ((both - head) / 2 + head))
+        assert found["idle stages"] == pytest.approx(idle * (both - head) / 2)
+    layers = forward - sum(o.flops * o.times for o in few.costs(Ways(), 1).part("forward", AFTER).operators)
+    attention = flops(few, Ways(), 1, ("forward",)) - flops(few, Ways(), 1, ("forward",), attention=False)
+    half = (layers - attention) / 2
+    for recompute, again in (("nothing", 0.0), ("attention", 0.0), ("half", half), ("layers", layers)):
+        assert parts(Choice(), recompute=recompute).get("recomputation", 0.0) == pytest.approx(again)
+    scores = parts(Choice(), recompute="attention", scores=True)["recomputation"]
+    assert scores == pytest.approx(2 * attention, rel=1e-6)  # the hidden half too
+    wide, slow = Choice(Ways(tp=2)), machine(inside=Link(0.0, 1.0), beside=0.25)
+    alone, beside = (parts(wide, slow, overlap=axes)["tp collectives"] for axes in ((), ("tp",)))
+    assert 0 < beside < alone
+    assert beside == pytest.approx(alone / 4)  # all of it is beside compute, which is longer
+    nbytes, link = few.costs(Ways(), 1).held, machine(inside=Link(0.0, 1e30), between=Link(0.0, 1.0))
+    sharded = parts(Choice(dp=16), replace(link, per_host=1), sharded=True)["dp parameters and gradients"]
+    assert sharded == pytest.approx(
+        sum(_count(few, r) * 3 * h.nbytes * 15 / 16 for (r, _), h in nbytes.items()), rel=0.01
+    )
+    held = memory(few, Choice(dp=16, zero1=True, execution=Execution(sharded=True)))
+    assert held["parameters"] < memory(few, Choice(dp=16, zero1=True))["parameters"]
+
+
+def _count(few: Reduced, region: str) -> int:
+    return max(few.order.count(region), 1)
+
+
+def test_ranks_of_a_group_on_one_host_share_what_leads_out_of_it() -> None:
+    apart = machine(per_host=8, inside=Link(0.0, 100.0), between=Link(0.0, 1.0))
+    for ways, dp, shared in ((Ways(tp=8), 4, 1), (Ways(tp=2), 16, 4), (Ways(), 32, 8)):
+        took = Clock(apart, Choice(ways, dp=dp), "float32").collective("all_gather", ("dp",), 100.0, dp)
+        assert took == pytest.approx((dp - 1) * 100 / shared)
+
+
+def test_a_narrow_matmul_has_the_rate_of_a_small_square_one() -> None:
+    few = machine(flops={"float32": ((2.0 * 32**3, 1.0), (2.0 * 1024**3, 100.0))})
+    clock = Clock(few, Choice(), "float32")
+    square, narrow = (
+        clock.operator("mm", 2.0 * m * n * k, 4.0 * (m * n + n * k + m * k)) / (m * n * k)
+        for m, n, k in ((256, 256, 256), (4096, 256, 16))
+    )
+    assert square == pytest.approx(2 / few.rate("float32", 2.0 * 256**3))
+    assert narrow > 2 * square
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"interleaved": 0}, "interleaved must be a whole number above 0, not 0"),
+        ({"recompute": "all"}, "recompute must be one of nothing, attention, half, layers, not 'all'"),
+        ({"overlap": ("dp", "sp")}, "overlap must be of the axes dp, ep, cp, tp, pp, not 'sp'"),
+    ],
+)
+def test_what_no_execution_is(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        Execution(**options)
+
+
 def test_the_cache_of_served_tokens(tmp_path: Path) -> None:
     """Four layers, a key and a value of 4 heads of 8 numbers each; of fewer heads than ranks each rank has one."""
     few = reduced(tmp_path)
@@ -333,6 +405,18 @@ def command(*words: str) -> Any:
     return CliRunner().invoke(app, ["plan", *words])
 
 
+def test_the_command_takes_another_programs_execution(tmp_path: Path) -> None:
+    words = folder(tmp_path), "--devices", "2", "--batch", "4", "--seq-len", "16"
+    others = "--interleaved", "2", "--recompute", "half", "--overlap", "dp, tp", "--fused", "--fsdp"
+    data = json.loads(command(*words, *others, "--json").output)
+    how = {"interleaved": 2, "recompute": "half", "overlap": ["dp", "tp"], "fused": True, "sharded": True}
+    assert {json.dumps(row["execution"]) for row in data["plans"]} == {json.dumps({**how, "scores": False})}
+    meshes = {tuple(row["mesh"].items()) for row in data["plans"]}
+    assert len(meshes) == 3  # dp, tp and pp
+    shown = command(*words, *others).output
+    assert "tpcore.init" not in shown  # the program would be another one
+
+
 @pytest.mark.slow
 def test_the_command_shows_the_best_and_its_lines(tmp_path: Path) -> None:
     where = folder(tmp_path)
@@ -358,6 +442,7 @@ def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
         ((str(tmp_path), "--dtype", "int8"), "torch has no floating dtype 'int8'"),
         ((str(tmp_path), "--machine", "abacus"), "no machine 'abacus'"),
         ((str(tmp_path), "--memory", "80"), "--memory 80: a size such as 5GB"),
+        ((str(tmp_path), "--overlap", "dp,sp"), "overlap must be of the axes dp, ep, cp, tp, pp, not 'sp'"),
     ):
         failed = command(*words)
         assert failed.exit_code == 2

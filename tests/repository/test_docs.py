@@ -15,6 +15,7 @@ out and `<!-- fails -->` says that a command ends with an error, which it then m
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import re
 import shlex
@@ -237,11 +238,30 @@ def test_snippets_run(page: Path, tmp_path: Path) -> None:
         pytest.fail(problem, pytrace=False)
 
 
+def test_the_notebook_runs(tmp_path: Path) -> None:
+    """Its cells in order, and the texts that it holds; of what rounds, whatever the digits."""
+    page = tmp_path / "notebook.md"
+    with page.open("w") as out:
+        # pictures are drawn, and there is no window to show them in
+        silent = ("import matplotlib.pyplot", 'matplotlib.use("svg")', "matplotlib.pyplot.show = lambda: None")
+        out.write("\n".join(("```python", *silent, "```\n")))
+        for cell in json.loads((ROOT / "docs/assets/first-look.ipynb").read_text())["cells"]:
+            text = "".join("".join(output.get("text", "")) for output in cell.get("outputs", ()))
+            if cell["cell_type"] == "code":
+                out.write(f"```python\n{''.join(cell['source'])}\n```\n")
+            if text:
+                out.write(f'```text title="output"\n{re.sub(r"[0-9]e-[0-9]+", "...", text)}```\n')
+    problem = play(page, tmp_path)
+    if problem is not None:
+        pytest.fail(problem, pytrace=False)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_no_snippet_escapes(page: Path) -> None:
-    """Only known languages and commands, and a file that a page shows is run by one of its commands."""
+    """Only known languages and commands, and a file that a page shows is run by its commands or imported by another."""
     found = [s for s in snippets(page) if not s.left_out]
     ran = [word for s in found for words in s.commands for word in words]
+    ran += [f"{name}.py" for s in found for name in re.findall(r"^(?:from|import) (\w+)", s.code, re.MULTILINE)]
     for snippet in found:
         where = f"{page.name}:{snippet.line}"
         assert snippet.language in {"python", "bash"} | SHOWN, f"{where}: language {snippet.language!r}"

@@ -144,7 +144,7 @@ ELSEWHERE = ("cli", "testing", "processes")
         ("cli", "extensions/explain/tpcore_explain/verify", (), {"transformers"}),
         ("cli", "extensions/convert/tpcore_convert", (), set()),
         ("plot", "extensions/plan/tpcore_plan", ("command.py",), set()),
-        ("trainer", "extensions/hf/tpcore_hf", ("command.py", "peft.py", "trl.py"), {"peft", "psutil"}),
+        ("trainer", "extensions/hf/tpcore_hf", ("command.py", "peft.py", "trl.py", "vllm.py"), {"peft", "psutil"}),
         ("serve", "extensions/serve/tpcore_serve", (), {"rich"}),
         ("testing", "tpcore/testing", (), set()),
         # `make demo-lora` installs a model of its own

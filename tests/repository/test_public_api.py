@@ -64,11 +64,13 @@ OTHERS = {
 }
 """Of modules without ``__all__``, and of other paths of modules, which may have more."""
 TRL = importlib.util.find_spec("trl")  # 280 MB, not among the pinned packages
+VLLM = importlib.util.find_spec("vllm")  # nor is this, which brings CUDA's torch
 DECLARED = [
     module
     for module, tree in TREES.items()
     if any(isinstance(node, ast.Name) and node.id == "__all__" for node in ast.walk(tree))
     and (TRL or not module.endswith((".trl", ".sft")))
+    and (VLLM or not module.endswith(".vllm"))
 ]
 
 

@@ -149,6 +149,15 @@ class Layout:
         """The copies that build the part of ``position`` on ``other`` under ``target``: each entry once."""
         return _regions(self, mesh, target, position, other)
 
+    def overlaps(self, mesh: Mesh, boxes: Sequence[Box]) -> Iterator[Region]:
+        """The copies that fill ``boxes``, whatever part they lie in: each entry once."""
+        for (src, source), box in product(_once(self, mesh), boxes):
+            lo = tuple(map(max, source.full, box.full))
+            ends = zip(source.full, source.size, box.full, box.size, strict=True)
+            size = tuple(min(a + n, b + m) - s for s, (a, n, b, m) in zip(lo, ends, strict=True))
+            if all(length > 0 for length in size):
+                yield Region(src, offset(source, lo), offset(box, lo), size)
+
     def reshard(self, parts: Sequence[Tensor], mesh: Mesh, position: int, other: Mesh) -> Tensor:
         """The part of ``position`` on ``other``, from the parts of all ranks of ``mesh``."""
         if len(parts) != mesh.size:
@@ -252,14 +261,7 @@ def _within(runs: list[_Run], spec: ShardSpec, rank: int, n: int) -> Iterator[_R
 def _regions(layout: Layout, mesh: Mesh, target: Layout, position: int, other: Mesh) -> tuple[Region, ...]:
     if layout.shape != target.shape:
         raise ValueError(f"{layout} and {target} are not layouts of one tensor")
-    regions = []
-    for (src, source), box in product(_once(layout, mesh), target.boxes(position, other)):
-        lo = tuple(map(max, source.full, box.full))
-        ends = zip(source.full, source.size, box.full, box.size, strict=True)
-        size = tuple(min(a + n, b + m) - s for s, (a, n, b, m) in zip(lo, ends, strict=True))
-        if all(length > 0 for length in size):
-            regions.append(Region(src, offset(source, lo), offset(box, lo), size))
-    return tuple(regions)
+    return tuple(layout.overlaps(mesh, target.boxes(position, other)))
 
 
 @lru_cache(maxsize=1 << 12)

@@ -11,11 +11,13 @@ if TYPE_CHECKING:
     from .generate.cached import trace_causal_lm
     from .load.gathered import full_state_dict
     from .load.lazy import lazy
+    from .load.shards import ShardSource
     from .load.source import WeightSource
     from .sequence.context_parallel import shard_sequence
 
 _LATER = {
     "ExpertLoad": "experts.count",
+    "ShardSource": "load.shards",
     "WeightSource": "load.source",
     "full_state_dict": "load.gathered",
     "lazy": "load.lazy",
@@ -24,7 +26,8 @@ _LATER = {
     "trace_causal_lm": "generate.cached",
 }
 
-__all__ = ["ExpertLoad", "WeightSource", "full_state_dict", "lazy", "parallelize", "shard_sequence", "trace_causal_lm"]
+__all__ = ["ExpertLoad", "ShardSource", "WeightSource", "full_state_dict"]
+__all__ += ["lazy", "parallelize", "shard_sequence", "trace_causal_lm"]
 
 
 def __getattr__(name: str) -> Any:

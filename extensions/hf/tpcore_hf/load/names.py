@@ -22,7 +22,7 @@ from .lazy import lazy
 
 Content = TypeVar("Content", bound=Writable)
 
-_MERGED = (
+MERGED = (
     "{} is stored with {} merged with others, which is not done one by one: model.save_pretrained(dir, "
     "state_dict=tpcore_hf.full_state_dict(model)) holds all of it in memory"
 )
@@ -45,7 +45,7 @@ class Split(Generic[Content]):
         if self.name not in self.values:
             pieces = list(self.source.pieces())
             tensor = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-            self.values.update(_stored_as(self.model, {self.of: tensor}))
+            self.values.update(stored_as(self.model, {self.of: tensor}))
         yield self.values.pop(self.name).contiguous()
 
 
@@ -53,22 +53,22 @@ def in_files(model: Any, tensors: Mapping[str, Content]) -> dict[str, Content | 
     """What files have of ``tensors``, which are named as in the model: by names in files."""
     sizes = {i + 1: name for i, name in enumerate(tensors)}  # a number of entries identifies a tensor once renamed
     with suppress(CheckpointError):
-        renamed = _stored_as(model, {name: torch.empty(size, device="meta") for size, name in sizes.items()})
+        renamed = stored_as(model, {name: torch.empty(size, device="meta") for size, name in sizes.items()})
         names = {sizes.get(len(t)): new for new, t in renamed.items() if t.ndim == 1}
         if names.keys() == tensors.keys() and len(renamed) == len(tensors):
             return {names[name]: t for name, t in tensors.items()}
     values: dict[str, Tensor] = {}
     stored: dict[str, Content | Split[Content]] = {}
     for name, source in tensors.items():
-        parts = _stored_as(model, {name: torch.empty(source.shape, dtype=source.dtype, device="meta")})
+        parts = stored_as(model, {name: torch.empty(source.shape, dtype=source.dtype, device="meta")})
         for part, t in parts.items():
             if part in stored:  # each alone would be taken for all of it
-                raise CheckpointError(_MERGED.format(type(model).__name__, name))
+                raise CheckpointError(MERGED.format(type(model).__name__, name))
             stored[part] = Split(source, tuple(t.shape), t.dtype, part, values, model, name)
     return stored
 
 
-def _stored_as(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def stored_as(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """What files have of tensors of the model, by names in files: experts, for example, each by itself. CheckpointError
     if files have one of them merged with others."""
     from transformers.core_model_loading import revert_weight_conversion
@@ -76,7 +76,7 @@ def _stored_as(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     try:
         stored: dict[str, Tensor] = revert_weight_conversion(model, dict(tensors))
     except Exception as e:
-        raise CheckpointError(f"{_MERGED.format(type(model).__name__, next(iter(tensors)))}: {e}") from e
+        raise CheckpointError(f"{MERGED.format(type(model).__name__, next(iter(tensors)))}: {e}") from e
     return stored
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tpcore.runtime.context import current
 
-from .gathered import Written, whole_entries
+from .gathered import NO_MERGES, Merge, Written, whole_entries
 from .names import in_files
 
 
@@ -26,8 +26,8 @@ class TensorInfo(NamedTuple):
 class WeightSource:
     """The tensors that ``save_pretrained`` would write of ``model``, whole, one after the other.
 
-    It has the two methods of vLLM's ``WeightSource`` (docs.vllm.ai, "Weight Transfer"): ``metadata()``, and an iterator
-    of names and tensors, as often as one likes, with the values of that moment. Each rank holds one whole tensor at a
+    ``metadata()`` tells them, and an iterator gives names and tensors, as often as one likes, with the values of that
+    moment; ``tpcore_hf.vllm`` has the same as vLLM's own class. Each rank holds one whole tensor at a
     time; of experts that files have apart, those of one layer.
 
     Args:
@@ -46,24 +46,28 @@ class WeightSource:
     def metadata(self) -> list[TensorInfo]:
         """Name, dtype and whole shape of each tensor, in the order of the iterator. Nothing is gathered. Collective
         over pipeline stages."""
-        return [TensorInfo(name, t.dtype, tuple(t.shape)) for name, t in self._tensors().items()]
+        return [TensorInfo(name, t.dtype, tuple(t.shape)) for name, t in self.tensors().items()]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Names and whole tensors, on the model's device. Collective: each rank takes all of them."""
         device = current().device
-        for name, t in self._tensors().items():
+        for name, t in self.tensors().items():
             pieces = list(t.pieces())
             yield name, (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).to(device)
 
-    def _tensors(self) -> Mapping[str, Written]:
-        model: Any = self.model
-        if "peft" in sys.modules:  # no model has adapters before
-            from ..adapters.merged import merged_state
-
-            model, state, merges = merged_state(model)
-        else:
-            state, merges = model.state_dict(keep_vars=True), {}
+    def tensors(self) -> Mapping[str, Written]:
+        """By their names in files, gathered when they are asked for their pieces. Collective over pipeline stages."""
+        model, state, merges = state_of(self.model)
         entries = whole_entries(model, state, set(), self.dtype, merges, everywhere=True)
         if not hasattr(model, "all_tied_weights_keys"):  # no model of transformers
             return entries
         return in_files(model, entries)  # an error is of the names, and the same on each rank
+
+
+def state_of(model: Any) -> tuple[Any, dict[str, Tensor], Mapping[str, Merge]]:
+    """The model of transformers in ``model``, its tensors by their names without adapters, and adapters to merge."""
+    if "peft" in sys.modules:  # no model has adapters before
+        from ..adapters.merged import merged_state
+
+        return merged_state(model)
+    return model, model.state_dict(keep_vars=True), NO_MERGES

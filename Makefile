@@ -167,8 +167,8 @@ bench: venv  ## the benchmarks; numbers and how they were made: benchmarks/READM
 	$(BIN)/python -m $(BENCH)
 
 correctness: venv venv-xla  ## measure docs/correctness.md anew, with tpcore verify
-	$(BIN)/tpcore verify --backend cpu_gloo --tp 2 --json docs/verified/cpu_gloo-tp2.json
-	$(BIN)/tpcore verify --backend cpu_gloo --tp 4 --json docs/verified/cpu_gloo-tp4.json
+	$(BIN)/tpcore verify --backend cpu_gloo --tp 2 --save docs/verified/cpu_gloo-tp2.json
+	$(BIN)/tpcore verify --backend cpu_gloo --tp 4 --save docs/verified/cpu_gloo-tp4.json
 	$(XLA_VENV)/bin/python -m tpcore_neuron.replicas.verify 2 docs/verified/neuron-tp2.json
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.reproducible bits > docs/verified/reproducible.md
 	$(BIN)/python -m benchmarks.correctness_page docs/verified docs/correctness.md

@@ -83,7 +83,7 @@ def stages(options: Namespace) -> list[Stage]:
 
     def verify(tp: int, how: str = "") -> None:
         table = str(options.out.with_suffix(f".tp{tp}{'.nccl' if how else ''}.json"))
-        command = [*tool, "verify", "--backend", options.backend, "--tp", str(tp), "--json", table]
+        command = [*tool, "verify", "--backend", options.backend, "--tp", str(tp), "--save", table]
         planned.append((f"verify, tp={tp}{how}", command, variables(tp, how), 120.0))
 
     verify(1)

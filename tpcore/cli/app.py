@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import typer
-from typer.core import TyperGroup
 
 from ..backend.extensions import manager
 from ..settings import __version__
-from .console import echo, printable
+from .commands import Commands
+from .console import echo
 from .doctor import backends, compile_ahead, doctor
 
-_UsageError: Any = typer.BadParameter.__base__  # typer has click's under a name of its own, by release
-
-
-class _Commands(TyperGroup):
-    def invoke(self, ctx: Any) -> Any:
-        """Names of files in a usage error, which typer prints as they are, may have sequences a terminal obeys."""
-        try:
-            return super().invoke(ctx)
-        except _UsageError as e:
-            e.message = printable(e.message, "\n")
-            raise
-
-
 app = typer.Typer(
-    cls=_Commands,
-    help="Tensor parallelism for PyTorch: inspect what is installed here.",
+    name="tpcore",
+    cls=Commands,
+    help="""Tensor parallelism for PyTorch, before a job and after it.
+
+    \b
+    Examples:
+      tpcore doctor
+      tpcore plan config.json --machine h100x8
+      tpcore serve path/to/model --tp 2
+
+    \b
+    Each command has its own: tpcore COMMAND --help.
+    Docs: docs/first-hour.md
+    """,
     no_args_is_help=True,
-    add_completion=False,
+    rich_markup_mode=None,  # whose panels cut the names of options where a terminal has 80 columns
     pretty_exceptions_enable=False,  # its tracebacks print local variables, here whole tensors
 )
 

@@ -33,10 +33,10 @@ class _Printable(Table):
 
 
 def table_of(*titles: str, right: Collection[str] = ()) -> Table:
-    """An empty table; columns in ``right`` have their text at the right."""
+    """An empty table; columns in ``right`` have numbers, which stand at the right and are not broken."""
     table = _Printable(box=None, pad_edge=False)
     for title in titles:
-        table.add_column(title, overflow="fold", justify="right" if title in right else "left")
+        table.add_column(title, overflow="fold", justify="right" if title in right else "left", no_wrap=title in right)
     return table
 
 

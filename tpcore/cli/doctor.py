@@ -18,7 +18,7 @@ from ..backend import registry
 from ..errors import BackendError
 from ..extras import LIBRARIES, untested
 from ..runtime.init import default_backend
-from .console import echo, table_of, tell
+from .console import table_of, tell
 
 Section = dict[str, str]
 
@@ -102,9 +102,17 @@ def _read(path: str) -> str:
 
 
 def doctor(as_json: bool = typer.Option(False, "--json", help="Print JSON for programs.")) -> None:
-    """Print versions, backends, cores, memory, devices and network of this machine, and what would be chosen.
+    """Print what a report of a problem needs of this machine.
 
-    For a report of a problem. Nothing is sent anywhere, and nothing is started.
+    Versions, backends, cores, memory, devices and network, and what tpcore.init would choose. Nothing is sent
+    anywhere, and nothing is started.
+
+    \b
+    Examples:
+      tpcore doctor
+      tpcore doctor --json > doctor.json
+
+    Docs: docs/debugging.md
     """
     sections, lines = report(), []
     for section, values in sections.items():
@@ -113,7 +121,17 @@ def doctor(as_json: bool = typer.Option(False, "--json", help="Print JSON for pr
 
 
 def backends(as_json: bool = typer.Option(False, "--json", help="Print a JSON list for programs.")) -> None:
-    """List the installed backends: which can run on this machine, and what carries their collectives."""
+    """List the installed backends, and whether they run here.
+
+    Why one does not is said below the table, and what carries the collectives of those that do.
+
+    \b
+    Examples:
+      tpcore backends
+      tpcore backends --json
+
+    Docs: docs/getting-started.md
+    """
     installed, reasons = registry.backends(), []
     table = table_of("backend", "from", "usable here", "group sizes", "traces")
     for info in installed:
@@ -130,17 +148,23 @@ def backends(as_json: bool = typer.Option(False, "--json", help="Print a JSON li
 
 
 def compile_ahead(
-    command: list[str] = typer.Argument(..., help="What starts a rank: -- python train.py ..."),
+    command: list[str] = typer.Argument(..., help="What starts a rank, after --."),
     nprocs: int | None = typer.Option(None, "--nprocs", min=1, help="Ranks; default: as torchrun is told."),
     backend: str = typer.Option("neuron", "--backend", help="Whose programs."),
     as_json: bool = typer.Option(False, "--json", help="Print a JSON list for programs."),
 ) -> None:
-    """Run a script's graphs without a device, and list each distinct program that it needs compiled."""
-    try:
-        programs = registry.backend_class(backend).compile_ahead(command, nprocs)
-    except BackendError as e:
-        echo(f"tpcore compile: {e}", err=True)
-        raise typer.Exit(1) from e
+    """Run a script without a device, and list what it compiles.
+
+    Each distinct program, with how often it runs, is compiled before a device is rented.
+
+    \b
+    Examples:
+      tpcore compile --nprocs 2 -- python train.py --steps 3
+      tpcore compile --json -- torchrun --nproc-per-node 2 train.py
+
+    Docs: docs/neuron.md
+    """
+    programs = registry.backend_class(backend).compile_ahead(command, nprocs)
     numbers = "runs", "operations"
     table = table_of("program", *numbers, "parameters", "collectives", "at", right=numbers)
     for info in programs:

@@ -17,13 +17,23 @@ from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingCo
 from rich.progress import Progress as Bar
 
 from tpcore.checkpoint.storage.files import Progress
+from tpcore.cli.commands import Commands
 from tpcore.cli.console import bytes_of, echo, table_of, tell
-from tpcore.errors import CheckpointError
 
 checkpoint = typer.Typer(
-    help="Examine, check, combine and reshard checkpoints. DIR is of any form that can be read.",
+    cls=Commands,
+    help="""Examine, check, combine and reshard checkpoints.
+
+    DIR is of any form that can be read.
+
+    \b
+    Examples:
+      tpcore checkpoint inspect ckpt/step-100
+      tpcore checkpoint consolidate ckpt/step-100 model.safetensors
+
+    Docs: docs/checkpoints.md
+    """,
     no_args_is_help=True,
-    pretty_exceptions_enable=False,
 )
 
 Src = Annotated[str, typer.Argument(metavar="DIR", help="A checkpoint: a directory or an unsharded file.")]
@@ -44,7 +54,7 @@ def _reading(model_key: str, cut: list[str] | None, trust: bool) -> dict[str, An
     for text in cut or ():
         match = re.fullmatch(r"(.+)=(\d+)(?::(\d+))?", text)
         if match is None or match[3] == "0":
-            raise typer.BadParameter(f"--cut {text}: PATTERN=DIM or PATTERN=DIM:STRIDE")
+            raise ValueError(f"--cut {text}: PATTERN=DIM or PATTERN=DIM:STRIDE")
         rules.append(ShardRule(match[1], int(match[2]), int(match[3] or 1)))
     return {"rules": rules, "how": Reading(model_key, trust)}
 
@@ -62,14 +72,22 @@ def consolidate(
     trust: Trust = True,
     as_json: Json = False,
 ) -> None:
-    """Write the whole model as one model.safetensors, which transformers' from_pretrained opens."""
+    """Write the whole model, as from_pretrained opens it.
+
+    \b
+    Examples:
+      tpcore checkpoint consolidate ckpt/step-100 out --config path/to/model
+      tpcore checkpoint consolidate ckpt/step-100 out --max-shard-size 5GB
+
+    Docs: docs/checkpoints.md
+    """
     from .rewrite import consolidate as consolidate_checkpoint
 
     reading = _reading(model_key, cut, trust)
     if output_format not in ("safetensors", "pytorch"):
-        raise typer.BadParameter(f"--format {output_format}: safetensors or pytorch")
+        raise ValueError(f"--format {output_format}: safetensors or pytorch")
     if adapter and (config or max_shard_size or output_format != "safetensors"):
-        raise typer.BadParameter("--adapter writes one adapter_model.safetensors: leave out the other options")
+        raise ValueError("--adapter writes one adapter_model.safetensors: leave out the other options")
     with _reporting(as_json) as progress:
         if max_shard_size:
             reading["max_shard_size"] = bytes_of("--max-shard-size", max_shard_size)
@@ -91,7 +109,14 @@ def reshard(
     trust: Trust = True,
     as_json: Json = False,
 ) -> None:
-    """Write the checkpoint for another tensor-parallel degree, optimizer state included."""
+    """Write a checkpoint for another degree, with optimizer state.
+
+    \b
+    Examples:
+      tpcore checkpoint reshard ckpt/step-100 ckpt-tp4 --tp 4
+
+    Docs: docs/checkpoints.md
+    """
     from .inspect import inspect as inspect_checkpoint
     from .rewrite import reshard as reshard_checkpoint
 
@@ -114,7 +139,17 @@ def reshard(
 def convert(
     src: Src, out: Out, model_key: Key = "model", cut: Cuts = None, trust: Trust = True, as_json: Json = False
 ) -> None:
-    """Make safetensors of pickles: of an unsharded file a file, of another library's shards a checkpoint."""
+    """Make safetensors of pickles.
+
+    Of an unsharded file a file, of another library's shards a checkpoint.
+
+    \b
+    Examples:
+      tpcore checkpoint convert pytorch_model.bin model.safetensors
+      tpcore checkpoint convert megatron-run/iter_0000100 ckpt
+
+    Docs: docs/checkpoints.md
+    """
     from .rewrite import convert as convert_checkpoint
 
     reading = _reading(model_key, cut, trust)
@@ -125,7 +160,15 @@ def convert(
 
 @checkpoint.command("inspect")
 def inspect_(src: Src, model_key: Key = "model", cut: Cuts = None, trust: Trust = True, as_json: Json = False) -> None:
-    """List the tensors: logical shape, dtype, how it is sharded, and the shape on each rank."""
+    """List the tensors, how they are sharded, and their shapes.
+
+    \b
+    Examples:
+      tpcore checkpoint inspect ckpt/step-100
+      tpcore checkpoint inspect model.safetensors --json
+
+    Docs: docs/checkpoints.md
+    """
     from .inspect import inspect as inspect_checkpoint
 
     reading = _reading(model_key, cut, trust)
@@ -144,14 +187,24 @@ def inspect_(src: Src, model_key: Key = "model", cut: Cuts = None, trust: Trust 
 
 @checkpoint.command()
 def diff(
-    a: Annotated[str, typer.Argument(metavar="A")],
-    b: Annotated[str, typer.Argument(metavar="B")],
+    a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint, as DIR of inspect.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="Another one.")],
     model_key: Key = "model",
     cut: Cuts = None,
     trust: Trust = True,
     as_json: Json = False,
 ) -> None:
-    """Compare the models in two checkpoints, of any form and degree. Exit status 1 if they differ."""
+    """Compare the models in two checkpoints.
+
+    Of any form and degree. Exit status 1 if they differ.
+
+    \b
+    Examples:
+      tpcore checkpoint diff ckpt/step-100 ckpt/step-200
+      tpcore checkpoint diff ckpt/step-100 model.safetensors --json
+
+    Docs: docs/checkpoints.md
+    """
     from .inspect import diff as diff_checkpoint
 
     reading = _reading(model_key, cut, trust)
@@ -171,7 +224,16 @@ def diff(
 
 @checkpoint.command()
 def verify(src: Src, model_key: Key = "model", cut: Cuts = None, trust: Trust = True, as_json: Json = False) -> None:
-    """Compare all checksums and look for missing and surplus files. Exit status 1 if anything is wrong."""
+    """Compare all checksums; look for missing and surplus files.
+
+    Exit status 1 if anything is wrong.
+
+    \b
+    Examples:
+      tpcore checkpoint verify ckpt/step-100
+
+    Docs: docs/checkpoints.md
+    """
     from .inspect import verify as verify_checkpoint
 
     reading = _reading(model_key, cut, trust)
@@ -183,7 +245,7 @@ def verify(src: Src, model_key: Key = "model", cut: Cuts = None, trust: Trust = 
 
 @contextmanager
 def _reporting(quiet: bool) -> Iterator[Progress]:
-    """A progress bar on a terminal; what is wrong with the input in one line on stderr, exit status 2."""
+    """A progress bar on a terminal, and warnings in one line on stderr."""
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
     console = Console(stderr=True)
     visible = not quiet and console.is_terminal
@@ -195,9 +257,6 @@ def _reporting(quiet: bool) -> Iterator[Progress]:
             warnings.showwarning = lambda message, *_, **__: echo(f"warning: {message}", err=True)
             task = bar.add_task("done", total=None)
             yield Progress(lambda done, total: bar.update(task, completed=done, total=total))
-    except (CheckpointError, ValueError, OSError) as e:
-        echo(f"error: {e}", err=True)
-        raise typer.Exit(2) from e
     finally:
         if collecting:
             gc.enable()

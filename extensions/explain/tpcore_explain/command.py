@@ -47,10 +47,18 @@ def explain_step(
     as_json: bool = typer.Option(False, "--json", help="Print everything as JSON, for programs."),
     plot: Path | None = typer.Option(None, help="Draw it to this file: out.png, out.svg."),
 ) -> None:
-    """Show what each rank holds, and every collective of a training step with the module that makes it.
+    """Show what each rank holds and sends in a training step.
 
-    Nothing is started and no memory is used: the step runs on tensors without values. Exit status 1 if the
-    ranks would disagree, and so hang, or take their parts for wholes; 2 if there is no step to show.
+    Every collective has the module that makes it. Nothing is started and no memory is used: the step runs on
+    tensors without values. Exit status 1 if the ranks would disagree, and so hang, or take their parts for wholes;
+    2 if there is no step to show.
+
+    \b
+    Examples:
+      tpcore explain config.json --plan auto --tp 4 --dp 2
+      tpcore explain train.py:build_model --tp 2 --seq-len 1024 --json
+
+    Docs: docs/explain.md
     """
     options: dict[str, Any] = {name: value for name, value in locals().items() if name not in ("as_json", "plot")}
     try:
@@ -61,10 +69,10 @@ def explain_step(
             with extra("plot", "--plot"):
                 save_picture(explanation, plot)
     except Exception as e:  # what the model raises too: there is no step to show
+        if isinstance(e, ValueError | ImportError):
+            raise
         where = "".join(f" ({note})" for note in getattr(e, "__notes__", []))
-        kind = "" if isinstance(e, ValueError | ImportError) else f"{type(e).__name__}: "
-        echo(f"tpcore explain: {kind}{e}{where}", err=True)
-        raise typer.Exit(2) from e
+        raise ValueError(f"{type(e).__name__}: {e}{where}") from e
     tell(explanation.to_json(), as_json, *_parts(explanation))
     problems = [problem for problem in (*explanation.mistakes, explanation.disagreement) if problem is not None]
     for problem in problems:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import typer
 
-from tpcore.cli.console import echo, table_of, tell
-from tpcore.errors import CheckpointError, extra
+from tpcore.cli.console import table_of, tell
+from tpcore.errors import extra
 
 
 def export(
@@ -16,22 +16,26 @@ def export(
     tp: int = typer.Option(1, "--tp", min=1, help="Ranks that the engine will have."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON for programs."),
 ) -> None:
-    """Say whether an engine takes the files of FOLDER, and what to do where it does not. Nothing is written.
+    """Say whether an engine takes the files of FOLDER.
 
-    Exit status 1 if it does not; 2 if there is no model to look at.
+    And what to do where it does not. Nothing is written. Exit status 1 if it does not; 2 if there is no model to
+    look at.
+
+    \b
+    Examples:
+      tpcore export path/to/model --for vllm --tp 2
+      tpcore export path/to/adapter --for sglang --json
+
+    Docs: docs/hugging-face.md
     """
     with extra("hf", "tpcore export"):
         from .engines.check import findings
         from .engines.engine import engines
         from .engines.handover import LEVELS
     if engine not in (known := [*engines(), "transformers"]):
-        raise typer.BadParameter(f"--for {engine}: there are {', '.join(known)}")
+        raise ValueError(f"--for {engine}: there are {', '.join(known)}")
     wanted = engines().get(engine)
-    try:
-        found = findings(folder, wanted, tp)
-    except (CheckpointError, ValueError, OSError) as e:
-        echo(f"error: {e}", err=True)
-        raise typer.Exit(2) from e
+    found = findings(folder, wanted, tp)
     taken = all(finding.level != LEVELS[0] for finding in found)
     table = table_of("", "about", "finding", "remedy")
     for finding in sorted(found, key=lambda finding: LEVELS.index(finding.level)):

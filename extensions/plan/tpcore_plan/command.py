@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.table import Table
 
-from tpcore.cli.console import bytes_of, dtype_of, echo, table_of, tell
+from tpcore.cli.console import bytes_of, dtype_of, table_of, tell
 from tpcore.errors import extra
 from tpcore_explain.summary import save_pictures, size
 
@@ -38,41 +38,46 @@ def plan_mesh(
     overlap: str | None = typer.Option(None, help="Another program's: axes with collectives beside compute: dp,tp."),
     fused: bool = typer.Option(False, help="Another program's: compiled kernels."),
     fsdp: bool = typer.Option(False, help="Another program's: parameters and gradients sharded over dp."),
+    everything: bool = typer.Option(False, "--all", help="Show all plans that fit, and the parts of time and memory."),
     as_json: bool = typer.Option(False, "--json", help="Print everything as JSON, for programs."),
     plot: Path | None = typer.Option(None, help="Draw memory and time to this file: out.png, out.svg."),
 ) -> None:
-    """Predict the time and memory of a training step on every mesh, and print the fastest that fit.
+    """Predict time and memory on every mesh; show the fastest.
 
-    Nothing is started. Exit status 1 if nothing fits, 2 if there is nothing to predict.
+    Of a training step, on all meshes of the devices. Nothing is started. Exit status 1 if nothing fits, 2 if there is
+    nothing to predict.
+
+    \b
+    Examples:
+      tpcore plan config.json --machine h100x8 --hosts 4
+      tpcore plan config.json --devices 16 --memory 16GB --batch 64
+
+    Docs: docs/plan.md
     """
     from .search import plan
 
-    try:
-        sizes: dict[str, Any] = {"hosts": hosts, "devices": devices, "per_host": per_host, "machine": machine}
-        sizes |= {"batch": batch, "seq_len": seq_len, "dtype": dtype_of(dtype), "capacity_factor": capacity_factor}
-        if any(option is not None for option in (interleaved, recompute, overlap)) or fused or fsdp:
-            axes = tuple(axis.strip() for axis in overlap.split(",")) if overlap else ()
-            sizes["execution"] = Execution(interleaved or 1, recompute or "nothing", axes, fused, fsdp)
-        sizes["memory"] = None if memory is None else float(bytes_of("--memory", memory, unit=True))
-        plans = plan(target, **sizes)
-        title = f"{plans.model} on {plans.limits.devices} devices of {plans.machine.name}"
-        if plot is not None and plans.rows:
-            rows = [{"mesh": str(row.choice), "memory": row.memory, "seconds": row.seconds} for row in plans.rows]
-            with extra("plot", "--plot"):
-                save_pictures(rows, plot, title=title, limit=plans.limits.memory)
-    except (ValueError, ImportError) as e:
-        echo(f"tpcore plan: {e}", err=True)
-        raise typer.Exit(2) from e
-    tell(plans.to_json(), as_json, *_parts(plans, title))
+    sizes: dict[str, Any] = {"hosts": hosts, "devices": devices, "per_host": per_host, "machine": machine}
+    sizes |= {"batch": batch, "seq_len": seq_len, "dtype": dtype_of(dtype), "capacity_factor": capacity_factor}
+    if any(option is not None for option in (interleaved, recompute, overlap)) or fused or fsdp:
+        axes = tuple(axis.strip() for axis in overlap.split(",")) if overlap else ()
+        sizes["execution"] = Execution(interleaved or 1, recompute or "nothing", axes, fused, fsdp)
+    sizes["memory"] = None if memory is None else float(bytes_of("--memory", memory, unit=True))
+    plans = plan(target, **sizes)
+    title = f"{plans.model} on {plans.limits.devices} devices of {plans.machine.name}"
+    if plot is not None and plans.rows:
+        rows = [{"mesh": str(row.choice), "memory": row.memory, "seconds": row.seconds} for row in plans.rows]
+        with extra("plot", "--plot"):
+            save_pictures(rows, plot, title=title, limit=plans.limits.memory)
+    tell(plans.to_json(), as_json, *_parts(plans, title, everything))
     raise typer.Exit(0 if plans.rows else 1)
 
 
-def _parts(plans: MeshPlan, title: str) -> Iterator[str | Table]:
+def _parts(plans: MeshPlan, title: str, everything: bool) -> Iterator[str | Table]:
     limits = plans.limits
     step = f"{limits.batch} x {limits.seq_len} tokens a step, {str(limits.dtype).removeprefix('torch.')}"
     yield f"{title}, {size(limits.memory)} each: {step}. {len(plans.rows)} plans fit.\n"
     if plans.rows:
-        yield _table(plans)
+        yield from _tables(plans, everything)
         yield from _best_lines(plans)
     for why, count in sorted(plans.refused.items(), key=lambda item: -item[1])[:_BEST]:
         yield f"does not fit, {count} times: {why}"
@@ -86,17 +91,23 @@ def _parts(plans: MeshPlan, title: str) -> Iterator[str | Table]:
 _BEST = 10  # plans that are shown
 
 
-def _table(plans: MeshPlan) -> Table:
-    best = plans.rows[:_BEST]
-    kinds = list(dict.fromkeys(kind for row in best for kind in row.memory))
-    numbers = "step", "tokens/s", "of peak", "memory", *kinds
-    table = table_of("mesh; microbatches", *numbers, "time", right=numbers)
-    for row in best:
+def _tables(plans: MeshPlan, everything: bool) -> Iterator[Table | str]:
+    """The best in five columns, for which a terminal of 80 has room; or all plans, and the parts of each."""
+    rows = plans.rows if everything else plans.rows[:_BEST]
+    numbers = "step", "tokens/s", "of peak", "memory"
+    meshes = table_of("mesh; microbatches", *numbers, right=numbers)
+    kinds = list(dict.fromkeys(kind for row in rows for kind in row.memory))
+    memory, time = table_of("memory of", *kinds, right=kinds), table_of("time of", "in the step")
+    for row in rows:
+        cells = f"{row.step:.3g} s", f"{row.tokens_per_second:,.0f}", f"{row.efficiency:.0%}", size(row.nbytes)
+        meshes.add_row(str(row.choice), *cells)
+        memory.add_row(str(row.choice), *(size(row.memory[kind]) for kind in kinds))
         parts = sorted(row.seconds.items(), key=lambda item: -item[1])
         shares = ", ".join(f"{part} {value / row.step:.0%}" for part, value in parts if value >= 0.01 * row.step)
-        cells = f"{row.step:.3g} s", f"{row.tokens_per_second:,.0f}", f"{row.efficiency:.0%}", size(row.nbytes)
-        table.add_row(str(row.choice), *cells, *(size(row.memory[kind]) for kind in kinds), shares)
-    return table
+        time.add_row(str(row.choice), shares)
+    yield meshes
+    if everything:
+        yield from ("", memory, "", time)
 
 
 def _best_lines(plans: MeshPlan) -> Iterator[str]:

@@ -38,24 +38,32 @@ def serve(
     backend: str = typer.Option("", help="Default: what tpcore.init takes here."),
     timeout: float = typer.Option(60.0, min=1, help="Seconds that a rank waits for the others."),
 ) -> None:
-    """Serve OpenAI's completions and chat, with streaming, from a model that is sharded over ranks of this host.
+    """Serve a model, sharded over ranks of this host, over HTTP.
 
-    Requests are batched as they come. Ctrl-C or SIGTERM ends it when open requests are answered.
+    As OpenAI's completions and chat, with streaming. Requests are batched as they come. Ctrl-C or SIGTERM ends it
+    when open requests are answered.
+
+    \b
+    Examples:
+      tpcore serve path/to/model --tp 2
+      tpcore serve path/to/model --tp 4 --host 0.0.0.0 --allow-host name.of.host
+
+    Docs: docs/serve.md
     """
     with extra("serve", "tpcore serve"):
         for module in ("fastapi", "uvicorn", "openai", "transformers", "psutil"):
             import_module(module)
     if not (folder / "config.json").is_file():
-        raise typer.BadParameter(f"{folder} has no config.json: it is no model in transformers' files")
+        raise ValueError(f"{folder} has no config.json: it is no model in transformers' files")
     if dtype not in ("auto", "float32", "bfloat16", "float16"):
-        raise typer.BadParameter(f"--dtype {dtype}: there are auto, float32, bfloat16 and float16")
+        raise ValueError(f"--dtype {dtype}: there are auto, float32, bfloat16 and float16")
     options = {"folder": str(folder), "tp": tp, "dtype": dtype, "name": name or folder.resolve().name}
     options |= {"length": max_length, "requests": max_requests, "backend": backend or None, "timeout": timeout}
     options["hosts"] = [host, *allow_host]
     try:
         listener = socket.create_server((host, port))
     except OSError as e:
-        raise typer.BadParameter(f"cannot listen at {host}:{port}: {e.strerror}") from None
+        raise ValueError(f"cannot listen at {host}:{port}: {e.strerror}") from None
     ended: list[int] = []  # the signals to end that have come
     handlers = {n: signal.signal(n, lambda n, _: ended.append(n)) for n in (signal.SIGTERM, signal.SIGINT)}
     try:

@@ -33,7 +33,7 @@ Plain._over = lambda self, group, pg: Reversed(group, self._rank, pg, self.devic
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_gloo_is_right(tp: int, tmp_path: Path) -> None:
-    words = ["tpcore", "verify", "--backend", "cpu_gloo", "--tp", str(tp), "--json", "out.json"]
+    words = ["tpcore", "verify", "--backend", "cpu_gloo", "--tp", str(tp), "--save", "out.json"]
     done = forked.run(words, tmp_path, environment(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / "out.json").read_text())

@@ -112,7 +112,10 @@ def test_a_model_of_images_is_refused(tmp_path: Path) -> None:
 
 def test_a_folder_without_a_model_starts_nothing(tmp_path: Path) -> None:
     found = CliRunner().invoke(app, ["verify", "--model", str(tmp_path), "--backend", "cpu_gloo"])
-    assert (found.exit_code, found.output) == (2, f"tpcore verify: {tmp_path} has no config.json\n")
+    assert (found.exit_code, found.output) == (
+        2,
+        f"tpcore verify: --model {tmp_path} has no config.json: name a folder of a transformers model\n",
+    )
 
 
 @pytest.mark.slow

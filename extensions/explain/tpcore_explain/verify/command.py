@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -9,8 +10,7 @@ import typer
 
 from tpcore import settings
 from tpcore.backend.registry import load_backend
-from tpcore.cli.console import echo, show, table_of
-from tpcore.errors import BackendError
+from tpcore.cli.console import echo, show, table_of, tell
 from tpcore.processes.launch import launch
 from tpcore.runtime.init import choose_backend
 
@@ -23,8 +23,9 @@ def verify(
     backend: str | None = typer.Option(None, help="A backend's name; default: the one tpcore.init chooses."),
     tp: int = typer.Option(2, min=1, help="Size of the tensor-parallel group."),
     save: Path | None = typer.Option(
-        None, "--json", help="Where to save the table; default: tpcore-verify-BACKEND-tpN.json here."
+        None, help="Where to save the table as JSON. Default: tpcore-verify-BACKEND-tpN.json here."
     ),
+    as_json: bool = typer.Option(False, "--json", help="Print the table as JSON, and save it only with --save."),
     model: Path | None = typer.Option(
         None, help="A folder with the config.json of a transformers model: verify how that is sharded instead."
     ),
@@ -33,40 +34,46 @@ def verify(
     ep: int = typer.Option(1, min=1, help="With --model: ranks with other examples that share the experts."),
     dispatch: str = typer.Option("gathered", help="With --model and --ep: as of tpcore.parallelize."),
 ) -> None:
-    """Compare layers, collectives, training steps, a checkpoint and a trace with the same on one CPU.
+    """Compare a backend, or a model's shards, with one process.
 
+    Layers, collectives, training steps, a checkpoint and a trace of a backend with the same on one CPU.
     With --model: output, loss and every gradient of a tiny copy of that model, sharded, with those of the whole.
 
     Under torchrun every rank runs it; otherwise it starts its own. Exit status 1 if anything is wrong.
+
+    \b
+    Examples:
+      tpcore verify --backend cpu_gloo --tp 2
+      tpcore verify --model path/to/model --tp 2 --sequence-parallel
+
+    Docs: docs/correctness.md
     """
     # here: the other commands are spared all of it
     from .model import verify_model
     from .report import on_rank
 
-    try:
-        load_backend(choose_backend(backend))
-    except BackendError as e:  # here once, before each rank says it
-        echo(f"tpcore verify: {e}", err=True)
-        raise typer.Exit(2) from e
+    load_backend(choose_backend(backend))  # an error is said here once, before each rank says it
     launched, first = settings.WORLD_SIZE.is_set, not settings.WORLD_SIZE.is_set or settings.RANK.get() == 0
     if model is not None:
         if not (model / "config.json").is_file():
-            echo(f"tpcore verify: {model} has no config.json", err=True)
-            raise typer.Exit(2)
+            raise ValueError(f"--model {model} has no config.json: name a folder of a transformers model")
         options = {"sequence_parallel": sequence_parallel, "expert_parallel": expert_parallel, "dispatch": dispatch}
         args = (backend, tp, str(model), options, ep)
-        _tell(verify_model(*args) if launched else launch(verify_model, tp * ep, args=args)[0], first)
+        _tell(verify_model(*args) if launched else launch(verify_model, tp * ep, args=args)[0], first, as_json)
     report = on_rank(backend, tp) if launched else launch(on_rank, tp, args=(backend, tp))[0]
     if first:
-        _show(report)
-        path = save or Path(f"tpcore-verify-{report.backend}-tp{tp}.json")
-        path.write_text(report.to_json())
-        echo(f"saved as {path}")
+        show(report.to_json()) if as_json else _show(report)
+        if save or not as_json:
+            path = save or Path(f"tpcore-verify-{report.backend}-tp{tp}.json")
+            path.write_text(report.to_json())
+            echo(f"saved as {path}", err=as_json)
     raise typer.Exit(1 if report.wrong else 0)
 
 
-def _tell(verdict: ModelVerdict, first: bool) -> NoReturn:
-    if first:
+def _tell(verdict: ModelVerdict, first: bool, as_json: bool) -> NoReturn:
+    if first and as_json:
+        tell(asdict(verdict), as_json)
+    elif first:
         show(*verdict.lines)
         if verdict.refused is not None:
             echo(f"tpcore verify: {verdict.refused}", err=True)

@@ -17,16 +17,23 @@ def migrate(
     path: Path = typer.Argument(help="A script, or a directory whose Python files are read."),
     write: bool = typer.Option(False, "--write", help="Rewrite the imports in place."),
 ) -> None:
-    """Show what changes in scripts for NeuronX Distributed, optimum-neuron, Megatron or fairscale.
+    """Show what changes in scripts for other libraries.
 
-    Nothing is run. Imports that --write rewrites keep their formatting; calls are for you to change. Exits
-    with 1 where something has no counterpart, an import of an old library stays, or a name of xla or of a module that
-    has moved.
+    For NeuronX Distributed, optimum-neuron, Megatron and fairscale. Nothing is run. Imports that --write rewrites keep
+    their formatting; calls are for you to change. Exit status 1 where something has no counterpart, an import of an
+    old library stays, or a name of xla or of a module that has moved.
+
+    \b
+    Examples:
+      tpcore migrate train.py
+      tpcore migrate scripts --write
+
+    Docs: docs/migrating-from-nxd.md
     """
     if not path.exists():
-        raise typer.BadParameter(f"there is no {path}")
+        raise ValueError(f"there is no {path}")
     if path.suffix == ".ipynb":  # JSON, which reads as Python without imports
-        raise typer.BadParameter(f"{path} is a notebook: `jupyter nbconvert --to script` makes a script of it")
+        raise ValueError(f"{path} is a notebook: `jupyter nbconvert --to script` makes a script of it")
     scripts = [path] if path.is_file() else sorted(path.rglob("*.py"))
     files = changed = gone = stays = by_hand = 0
     for file in scripts:

@@ -1,0 +1,163 @@
+"""All commands, of the core and of extensions, have one style: of their help, their errors, and ``--json``."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+from helpers.places import ROOT
+from safetensors.torch import save_file
+from torch import ones
+from transformers import LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
+
+from tpcore.cli.app import app
+
+WIDTH = 80
+
+
+def walk(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    yield path, group
+    for name, command in getattr(group, "commands", {}).items():
+        yield from walk(command, (*path, name))
+
+
+ALL = dict(walk(typer.main.get_command(app)))
+COMMANDS = {path: command for path, command in ALL.items() if not hasattr(command, "commands")}
+
+
+@pytest.mark.parametrize("path", ALL, ids=" ".join)
+def test_help(path: tuple[str, ...]) -> None:
+    """At 80 columns no name and no sentence is cut; there is an example, and a page that is there."""
+    result = CliRunner().invoke(app, [*path, "--help"], terminal_width=WIDTH)
+    assert result.exit_code == 0
+    assert max(map(len, result.output.splitlines())) <= WIDTH
+    assert "..." not in re.sub(r"(command|arguments|ARGS)\W*\.\.\.", "", result.output)
+    assert "…" not in result.output
+    for parameter in ALL[path].params:
+        options = [*parameter.opts, *parameter.secondary_opts]
+        assert all(option in result.output for option in options if option.startswith("-"))
+    examples = re.findall(r"^ +tpcore (.*)$", result.output.partition("Examples:\n")[2], re.MULTILINE)
+    assert examples
+    assert all(example.startswith(" ".join(path)) for example in examples)
+    (page,) = re.findall(r"^ +Docs: (docs/\S+)$", result.output, re.MULTILINE)
+    assert (ROOT / page).is_file()
+
+
+def defaults() -> Iterator[Any]:
+    for path, command in COMMANDS.items():
+        for parameter in command.params:
+            yield pytest.param(parameter, id=" ".join((*path, str(parameter.name))))
+
+
+@pytest.mark.parametrize("parameter", [*defaults()])
+def test_options(parameter: Any) -> None:
+    """``--json`` is a flag, numbers are round, and every argument says what it is."""
+    assert parameter.help
+    assert "--json" not in parameter.opts or parameter.is_flag
+    assert not isinstance(parameter.default, float) or len(f"{parameter.default:g}") <= 4
+
+
+def refused(*words: str) -> str:
+    """The one line on stderr."""
+    result = CliRunner().invoke(app, [*words], terminal_width=WIDTH)
+    assert (result.exit_code, result.stdout) == (2, "")
+    (line,) = result.stderr.splitlines()
+    return line
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
+def test_wrong_words(path: tuple[str, ...]) -> None:
+    name = " ".join(("tpcore", *path))
+    assert refused(*path, "--no-such-option").startswith(f"{name}: ")
+    for option in re.findall(r"(--[\w-]+) <int", CliRunner().invoke(app, [*path, "--help"]).output):
+        line = refused(*path, option, "many")
+        assert line.startswith(f"{name}: ")
+        assert option in line
+        assert "'many'" in line
+        assert line.endswith(f"see {name} --help")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("plna", "tpcore: No such command 'plna'. Did you mean 'plan'?; see tpcore --help"),
+        (
+            "checkpoint dif",
+            "tpcore checkpoint: No such command 'dif'. Did you mean 'diff'?; see tpcore checkpoint --help",
+        ),
+        ("compile --backend no -- x", "tpcore compile: no backend 'no' is installed; there are "),
+        ("verify --backend no", "tpcore verify: no backend 'no' is installed; there are "),
+        ("verify --model no", "tpcore verify: --model no has no config.json: name a folder of a transformers model"),
+        ("plan no", "tpcore plan: transformers has no model class 'no'"),
+        ("explain no", "tpcore explain: transformers has no model class 'no'"),
+        ("explain no --dtype int", "tpcore explain: torch has no floating dtype 'int'"),
+        ("serve no", "tpcore serve: no has no config.json: it is no model in transformers' files"),
+        ("export no", "tpcore export: "),
+        ("export no --for no", "tpcore export: --for no: there are "),
+        ("migrate no", "tpcore migrate: there is no no"),
+        ("checkpoint inspect no", "tpcore checkpoint inspect: no does not exist"),
+        ("checkpoint inspect no --cut x", "tpcore checkpoint inspect: --cut x: PATTERN=DIM or PATTERN=DIM:STRIDE"),
+        ("checkpoint reshard no out --tp 2", "tpcore checkpoint reshard: no does not exist"),
+    ],
+)
+def test_wrong_values(words: str, said: str) -> None:
+    assert refused(*words.split()).startswith(said)
+
+
+@pytest.mark.parametrize("words", ["", "checkpoint"])
+def test_a_name_alone_shows_its_help(words: str) -> None:
+    result = CliRunner().invoke(app, words.split())
+    assert result.output.startswith(f"Usage: {' '.join(('tpcore', *words.split()))}")
+
+
+@pytest.fixture(scope="module")
+def there(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model, and a file to compare."""
+    folder = tmp_path_factory.mktemp("there")
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 16}
+    LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)).save_pretrained(folder)
+    save_file({"a": ones(2)}, folder / "a.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+TABLES = "backends", "explain {} --plan auto --tp 2 --seq-len 4", "plan {} --devices 2 --seq-len 4 --batch 4 --all"
+
+
+@pytest.mark.parametrize("words", TABLES)
+def test_tables(words: str, there: Path) -> None:
+    """On a terminal of 80 columns no cell is broken within a word."""
+    words = words.format(there)
+    narrow, wide = (
+        CliRunner()
+        .invoke(app, words.split(), env={"FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": str(columns)})
+        .stdout
+        for columns in (WIDTH, 1000)
+    )
+    said = [re.sub(r"\x1b\[[\d;]*m", "", text).split() for text in (narrow, wide)]
+    assert sorted(said[0]) == sorted(said[1])
+    assert any("\x1b[1m" in line for line in narrow.splitlines())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "backends",
+        "doctor",
+        "export {} --for transformers",
+        "explain {} --seq-len 4",
+        "plan {} --devices 2 --seq-len 4 --batch 4",
+        "checkpoint inspect {}/a.safetensors",
+        "checkpoint diff {0}/a.safetensors {0}/a.safetensors",
+        "checkpoint verify {}/a.safetensors",
+    ],
+)
+def test_json(words: str, there: Path) -> None:
+    result = CliRunner().invoke(app, [*words.format(there).split(), "--json"])
+    assert result.exit_code in (0, 1), result.output
+    json.loads(result.stdout)

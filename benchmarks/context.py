@@ -33,7 +33,7 @@ from torch import Tensor
 
 import tpcore
 from tpcore.layers.context_parallel import ContextParallelAttention, checked_way
-from tpcore_hf.sequence.context_parallel import AttentionSizes
+from tpcore_hf.sequence.sizes import AttentionSizes
 
 from .harness import conditions, grown, resident, start
 

@@ -28,6 +28,11 @@ class TokenOrder:
     comm: Comm
     zigzag: bool = False
 
+    @property
+    def chunks(self) -> int:
+        """Of a rank."""
+        return 2 if self.zigzag else 1
+
     def _chunks(self) -> Tensor:
         """``[ranks, chunks of one]``, on the device."""
         n, device = self.comm.size, self.comm.position.device
@@ -47,7 +52,7 @@ class TokenOrder:
 
     def cut(self, x: Tensor, dim: int = 1) -> Tensor:
         """This rank's tokens of ``x``, which every rank has whole. ValueError if they cannot be dealt evenly."""
-        n = self.comm.size * (2 if self.zigzag else 1)
+        n = self.comm.size * self.chunks
         if x.shape[dim] % n:
             raise ValueError(
                 f"context parallelism over {self.comm.size} ranks cannot deal {x.shape[dim]} tokens evenly: pad the "
@@ -57,8 +62,15 @@ class TokenOrder:
 
     def whole(self, x: Tensor, dim: int = 1) -> Tensor:
         """All ranks' tokens, in the order of the sequence. Backward sums the gradients of the ranks' copies."""
-        gathered = ops.all_gather(x, self.comm, dim)
-        return gathered.index_select(dim, self.all_places(gathered.shape[dim]).argsort()) if self.zigzag else gathered
+        return self.sorted(ops.all_gather(x, self.comm, dim), dim)
+
+    def sorted(self, x: Tensor, dim: int = 1) -> Tensor:
+        """All tokens in rank order -> in that of the sequence."""
+        return x.index_select(dim, self.all_places(x.shape[dim]).argsort()) if self.zigzag else x
+
+    def dealt(self, x: Tensor, dim: int = 1) -> Tensor:
+        """All tokens in the order of the sequence -> in rank order."""
+        return x.index_select(dim, self.all_places(x.shape[dim])) if self.zigzag else x
 
 
 _MARK = (1, 1)

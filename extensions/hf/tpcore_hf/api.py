@@ -143,10 +143,8 @@ def parallelize(
         with quantized.torchao_aside(base, quantize, staged=staged):
             rules, cuts = _decided(base, options)
             weights = stored_weights(base, lazy_from, context)  # while the model has all names and shapes
-            with restored_if_refused(base):
+            with restored_if_refused(base), cut_context(base, tokens):
                 layers, summary = _change(base, rules, cuts, options)
-                if tokens is not None:
-                    cut_context(base, *tokens)
             shard(filter(set(base.modules()).__contains__, layers))  # others are on another stage
             if context.rank == 0 and layers:
                 inform(summary)

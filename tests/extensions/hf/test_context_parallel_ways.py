@@ -19,7 +19,7 @@ from tpcore.cli.app import app
 from tpcore.layers import context_parallel, ring
 from tpcore.layers.context_parallel import ContextParallelAttention, Way
 from tpcore.testing import run_ranks
-from tpcore_hf.sequence.context_parallel import AttentionSizes
+from tpcore_hf.sequence.sizes import AttentionSizes
 
 HEADS, HEAD_DIM, LAYERS = 8, 4, 2
 WAYS = get_args(Way)

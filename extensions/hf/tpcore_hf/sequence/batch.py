@@ -48,6 +48,8 @@ class DealtTokens:
     """Of whole sequences, by their ids or embeddings and the mask of padding, where the caller gives none."""
     routed: bool = False
     """Whether a loss of the experts' routers weights tokens by ``attention_mask``."""
+    masks: Callable[[Tensor | None, TokenOrder], Any] = lambda mask, order: mask
+    """What the model below the head is given, of the mask that is dealt."""
     compared: bool = False
     """Whether the ranks' batches were compared."""
     rows_are_whole: bool = False
@@ -105,7 +107,8 @@ class DealtTokens:
             )
         if takes(base, "use_cache"):
             kwargs["use_cache"] = False
-        return (), {**kwargs, "attention_mask": mask if mask.numel() else None}
+        order = self.order(_tokens_of(kwargs).shape[1] * self.comm.size)
+        return (), {**kwargs, "attention_mask": self.masks(mask if mask.numel() else None, order)}
 
     def leave(self, base: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """A hook: what routers say of all tokens, ``[batch * tokens, experts]``, whose loss is of means over them."""

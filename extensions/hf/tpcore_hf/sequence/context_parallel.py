@@ -4,45 +4,48 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, get_args
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tpcore.comm.comm import Comm
-from tpcore.layers.context_parallel import LARGEST_MASK, Way, attention, check_heads, checked_way
-from tpcore.layers.tokens import Visible
+from tpcore.layers.context_parallel import Way, attention, check_heads, checked_way
+from tpcore.layers.tokens import TokenOrder, Visible
 from tpcore.log import inform
 from tpcore.runtime.context import ParallelContext, current
 from tpcore.train.pipeline import PipelinedLayers
 
 from ..experts.layers import ShardedExperts
-from ..plan.heads import key_value_width
 from ..plan.inputs import classes, is_known, is_own
 from ..shard.refusals import guard
 from .batch import ATTENTION, DealtTokens, SequenceLoss
 from .rows import DealtRows, deal_inside, see_whole
+from .sizes import AttentionSizes, mib
+from .states import check_states, convolutions, pass_states, passes_state, states_masks
 
 _CONTEXT = "_tpcore_context"
 """Where attention modules find their model's ``DealtTokens``."""
 _FAMILIES = """
-afmoe albert apertus arcee aria_text axk1 beam bert biogpt camembert cohere cohere2 cohere2_moe cohere_compass_text
-cwm data2vec-text deepseek_v2 deepseek_v3 distilbert dots1 electra ernie ernie4_5 ernie4_5_moe esm esmc eurobert
-exaone4 exaone_moe flex_olmo flint gemma gemma2 gemma3_text gemma3n_text gemma4_text gemma4_unified_text glm glm4
-glm4_moe glm4_moe_lite gpt2 gpt_bigcode gpt_neox gpt_oss granite granite_swa granitemoe granitemoe_swa
-granitemoeshared helium hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2
-kolibri1 laguna llama longcat_flash mellum mimo_v2_flash minicpm3 minimax_m2 ministral ministral3 mistral mixtral
-modernbert modernbert-decoder nanochat nemotron neomme olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe qwen2
-qwen2_moe qwen3 qwen3_moe roberta roberta-prelayernorm roc_bert seed_oss smollm3 solar_open stablelm starcoder2
-ultrabert vaultgemma xlm-roberta xlm-roberta-xl xmod youtu
+afmoe albert apertus arcee aria_text axk1 bailing_hybrid bamba beam bert biogpt camembert cohere cohere2 cohere2_moe
+cohere_compass_text cwm data2vec-text deepseek_v2 deepseek_v3 distilbert dots1 electra ernie ernie4_5 ernie4_5_moe esm
+esmc eurobert exaone4 exaone_moe falcon_h1 falcon_mamba flex_olmo flint gemma gemma2 gemma3_text gemma3n_text
+gemma4_text gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite gpt2 gpt_bigcode gpt_neox gpt_oss granite granite_swa
+granitemoe granitemoe_swa granitemoehybrid granitemoeshared helium hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3
+hyperclovax internlm3 iquestcoder jais2 jamba kimi_linear kolibri1 laguna lfm2 lfm2_moe lfm3 llama longcat_flash mamba
+mamba2 mellum mimo_v2_flash minicpm3 minimax_m2 ministral ministral3 mistral mixtral modernbert modernbert-decoder
+nanochat nemotron nemotron_h neomme olmo olmo2 olmo3 olmo_hybrid olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe
+qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next roberta roberta-prelayernorm roc_bert seed_oss smollm3
+solar_open stablelm starcoder2 ultrabert vaultgemma xlm-roberta xlm-roberta-xl xmod youtu zamba zamba2
 """
 FAMILIES = frozenset(_FAMILIES.split())
 """Model types whose loss and gradients were compared with the whole model's."""
 _ONE_DOCUMENT = """
-afmoe bert biogpt camembert data2vec-text electra ernie gpt_oss opt roberta roberta-prelayernorm roc_bert xlm-roberta
-xlm-roberta-xl
+afmoe bert biogpt camembert data2vec-text electra ernie gpt_oss granitemoehybrid opt roberta roberta-prelayernorm
+roc_bert xlm-roberta xlm-roberta-xl
 """
 """Causal models whose masks, in transformers, are made without positions: those that begin again begin no document."""
 _HEADS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM")
@@ -64,6 +67,8 @@ def context_of(model: Any, ctx: ParallelContext, way: str | None) -> tuple[Comm,
             f"{why}"
         )
     tp = ctx.comm("tp").size
+    if not _attentions(model):
+        return comm, lambda tokens: "gather"  # none of the ways: each rank has tokens that follow each other
     if checked == "ulysses":
         check_heads(model.config.num_attention_heads // tp, comm.size)
     if checked is not None:
@@ -84,14 +89,18 @@ def _reason(model: Any) -> str | None:
     config = model.config
     dropout = {name: getattr(config, name, 0) or 0 for name in _DROPOUTS}
     dropped = next((f"{name}={value}" for name, value in dropout.items() if value), None)
-    state = next((type(m).__name__ for m in model.modules() if any(s in type(m).__name__ for s in _STATES)), None)
+    known = any(map(passes_state, model.modules()))
+    named = (type(m).__name__ for m in model.modules() if any(s in type(m).__name__ for s in _STATES))
+    state = None if known else next(named, None)
     rope = re.search("'rope_type': '(dynamic|longrope)'", str(getattr(config, "rope_parameters", None)))
     biased = any("relative_attention_bias" in name for name, _ in model.named_modules())
-    foreign = next((n for n, m in model.named_modules() if not is_known(m) and n != "mlm_loss_fct"), "")
+    weights = convolutions(model)
+    seen = {name: m for name, m in model.named_modules() if name != "mlm_loss_fct" and m not in weights}
+    foreign = next((name for name, m in seen.items() if not is_known(m)), "")
     scored, compared = type(model).__name__.endswith(_HEADS), ", ".join(sorted(FAMILIES))
     reasons = {
         "it is an encoder with a decoder, whose cross attention sees another sequence": config.is_encoder_decoder,
-        f"its {state} passes a state from token to token": state,
+        f"its {state} passes a state from token to token by functions of its own": state,
         "its attention adds a learned bias for each distance": biased,
         "its class is not transformers' own, and its forward would see one rank's tokens": not is_own(model),
         f"the class of {foreign} is not transformers' own, and its forward would see one rank's tokens": foreign,
@@ -124,21 +133,43 @@ def _attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-def cut_context(model: Any, comm: Comm, way: Callable[[int], Way]) -> None:
-    """Deal the tokens of every forward of ``model`` to the ranks of ``comm``."""
+def _attentions(model: Any) -> list[Any]:
+    named = [m for m in model.modules() if re.search("Attention|MLA$", type(m).__name__)]
+    return [m for m in named if not passes_state(m)]
+
+
+@contextmanager
+def cut_context(model: Any, over: tuple[Comm, Callable[[int], Way]] | None) -> Iterator[None]:
+    """Deal the tokens of every forward of ``model`` to the ranks of a Comm; inside, its layers are sharded besides.
+    ``over`` is what ``context_of`` returns."""
+    if over is None:
+        yield
+        return
+    comm, way = over
+    # before layers get forwards of tpcore's own, around that of transformers
+    pass_states(model, comm, lambda tokens: TokenOrder(comm, way(tokens) == "ring"))
+    yield
+    _cut(model, comm, way)
+
+
+def _cut(model: Any, comm: Comm, way: Callable[[int], Way]) -> None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     shifted = not type(model).__name__.endswith("ForMaskedLM")
-    attentions = [m for m in model.modules() if re.search("Attention|MLA$", type(m).__name__)]
+    attentions, states = _attentions(model), [m for m in model.modules() if passes_state(m)]
     causal = all(getattr(m, "is_causal", True) for m in attentions)
     routed = hasattr(model.config, "output_router_logits")
     packed = causal and model.config.model_type not in _ONE_DOCUMENT.split()
     context = DealtTokens(comm, way, shifted, causal, packed, _positions(model), routed)
+    if states:
+        check_states(states, comm)
+        context.masks = partial(states_masks, attends=bool(attentions))
     base = getattr(model.base_model, "decoder", model.base_model)  # which OPT's head calls
     base.register_forward_pre_hook(context.enter, with_kwargs=True, prepend=True)
     if routed:
         base.register_forward_hook(context.leave)
-    around = [module for module in base.modules() if any(inner in attentions for inner in module.modules())]
+    dealt = {*attentions, *states}
+    around = [module for module in base.modules() if any(inner in dealt for inner in module.modules())]
     layers = [m for m in around if isinstance(m, nn.ModuleList | PipelinedLayers)]
     outside = {*base.modules()} - {*around, *(inner for blocks in layers for inner in blocks.modules())}
     for module in outside:
@@ -146,7 +177,7 @@ def cut_context(model: Any, comm: Comm, way: Callable[[int], Way]) -> None:
         see_whole(module, context, always=model.config.model_type == "esm" and module is base.embeddings)
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attention)
     model.set_attn_implementation(ATTENTION)
-    for module in attentions:
+    for module in dealt:
         object.__setattr__(module, _CONTEXT, context)
     for name, layer in model.named_modules():
         if isinstance(layer, ShardedExperts):
@@ -186,17 +217,18 @@ def _context(model: nn.Module) -> DealtTokens | None:
 
 
 def context_costs(model: Any, tokens: int) -> str | None:
-    """What sequences of ``tokens`` without padding cost a rank, in words; None if none are dealt."""
-    context = _context(model)
-    if context is None:
+    """What the attention to sequences of ``tokens`` without padding costs a rank, in words; None where there is none,
+    or no tokens are dealt."""
+    context, attentions = _context(model), _attentions(model)
+    if context is None or not attentions:
         return None
     sizes = AttentionSizes.of(model, context.comm.size, current().comm("tp").size)
-    layers = [m for m in model.modules() if _CONTEXT in vars(m) and not any(_CONTEXT in vars(c) for c in m.children())]
+    layers = [m for m in attentions if not any(child in attentions for child in m.children())]
     masked = context.causal is False or bool(getattr(model.config, "sliding_window", None))
     head = model.get_output_embeddings()
     outputs = 0 if head is None else head.weight.shape[0]
     logits = outputs * (tokens // context.comm.size) * sizes.itemsize
-    return f"{sizes.costs(context.way(tokens), tokens, masked, len(layers))}; its logits are {_mib(logits)}"
+    return f"{sizes.costs(context.way(tokens), tokens, masked, len(layers))}; its logits are {mib(logits)}"
 
 
 def shard_sequence(batch: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
@@ -210,91 +242,3 @@ def shard_sequence(batch: Mapping[str, Any], model: nn.Module) -> dict[str, Any]
     """
     context = _context(model)
     return dict(batch) if context is None else context.deal(model, batch)
-
-
-def _mib(count: float) -> str:
-    return f"{count / 2**20:,.1f} MiB"
-
-
-@dataclass(frozen=True)
-class AttentionSizes:
-    """Of one rank of ``cp`` and ``tp``; counts are of bytes, for one sequence."""
-
-    heads: int
-    keys: int
-    head_dim: int
-    hidden: int
-    itemsize: int
-    cp: int
-    tp: int
-
-    @classmethod
-    def of(cls, model: Any, cp: int, tp: int) -> AttentionSizes:
-        config = model.config
-        heads, hidden = config.num_attention_heads, config.hidden_size
-        keys = 1 if getattr(config, "multi_query", False) else getattr(config, "num_key_value_heads", None) or heads
-        return cls(heads // tp, max(keys // tp, 1), key_value_width(config) // 2, hidden, model.dtype.itemsize, cp, tp)
-
-    def sent(self, way: Way, tokens: int) -> int:
-        """What a rank sends in forward and backward."""
-        n, wide = self.cp, max(self.itemsize, 4)  # the ring's gradients travel as sums of many
-        exchanged = self.heads if self.keys % n else self.keys
-        heads = {
-            "gather": 4 * (n - 1) * self.keys * self.itemsize,
-            "ulysses": 4 * (n - 1) * (self.heads + exchanged) * self.itemsize // n,
-            "ring": (4 * (n - 1) * self.itemsize + 2 * n * wide) * self.keys,
-        }[way]
-        return heads * self.head_dim * tokens // n
-
-    def kept(self, way: Way, tokens: int, masked: bool = True) -> int:
-        """What a rank keeps for backward: scaled_dot_product_attention keeps keys for each query head, and the mask
-        unless that is large. Not ``masked``: tokens see all earlier ones, which takes no mask where a rank has all
-        queries."""
-        local = tokens // self.cp
-        heads = {
-            "gather": 2 * (local + tokens) * self.heads,
-            "ulysses": 4 * local * self.heads,
-            "ring": 2 * local * (self.heads + self.keys),
-        }[way]
-        pairs = self.pairs(way, tokens) if masked or (way == "gather" and self.cp > 1) else 0
-        return (heads * self.head_dim + (pairs if pairs <= LARGEST_MASK else 0)) * self.itemsize
-
-    def pairs(self, way: Way, tokens: int) -> int:
-        """Of queries and keys, in the mask of an attention."""
-        return {"gather": tokens // self.cp * tokens, "ulysses": tokens * tokens, "ring": 0}[way]
-
-    def rest(self, tokens: int) -> int:
-        """What the rest of a layer keeps, in 16 bits ``(10 + 24 / tp)`` bytes per token and hidden feature: Korthikanti
-        et al. 2022, arXiv:2205.05198, equation 2."""
-        return round((10 + 24 / self.tp) / 2 * self.hidden * self.itemsize) * (tokens // self.cp)
-
-    @property
-    def ways(self) -> list[Way]:
-        return [w for w in get_args(Way) if w != "ulysses" or self.heads % self.cp == 0]
-
-    def costs(self, way: Way, tokens: int, masked: bool, layers: int) -> str:
-        """In words, of ``way`` and of the layers around it."""
-        kept, rest = self.kept(way, tokens, masked), self.rest(tokens)
-        others = [
-            f"{w!r} would send {_mib(self.sent(w, tokens))} and keep {_mib(self.kept(w, tokens, masked))}"
-            for w in self.ways
-            if w != way
-        ]
-        return (
-            f"{way!r} for {tokens} tokens over cp={self.cp}: for each sequence an attention sends "
-            f"{_mib(self.sent(way, tokens))} and keeps {_mib(kept)} for backward, the rest of its layer keeps about "
-            f"{_mib(rest)}; {layers} layers keep about {_mib(layers * (kept + rest))}; {', '.join(others)}"
-        )
-
-    def choose(self, tokens: int) -> tuple[Way, str]:
-        """The way that sends the fewest bytes of those that keep no more than the rest of a layer; and why."""
-        ways, limit = self.ways, self.rest(tokens)
-        # a mask too large to keep counts, too: it takes time, for keys that are hidden, and again in backward
-        most = {w: self.kept(w, tokens) + max(self.pairs(w, tokens) - LARGEST_MASK, 0) * self.itemsize for w in ways}
-        fit = [w for w in ways if w == "ring" or most[w] <= limit]
-        best = min(fit, key=lambda way: self.sent(way, tokens))
-        costs = ", ".join(f"{w} {_mib(self.sent(w, tokens))} and {_mib(self.kept(w, tokens))}" for w in ways)
-        return best, (
-            f"context_parallel='auto' is {best!r} for {tokens} tokens over cp={self.cp}: an attention sends and keeps "
-            f"for each sequence {costs}, and the rest of its layer keeps about {_mib(limit)}"
-        )

@@ -1,0 +1,123 @@
+"""Models whose layers pass a state from token to token, with their tokens on several ranks: loss and every gradient are
+those of the whole model."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import families, hf
+from helpers.states import PLANS, SIZES
+from helpers.tiers import tiers
+from helpers.worlds import each_rank
+from test_context_parallel_models import BATCHES, CP2, CP2_PP2, CP2_TP2, CP4, WAYS, assert_equal
+from torch import Tensor
+
+import tpcore
+from tpcore import Mesh
+from tpcore.layers.tokens import TokenOrder
+from tpcore.testing import run_ranks
+from tpcore_hf.sequence.states import DealtStates
+
+CELLS: list[tuple[str, str, dict[str, int], str, dict[str, bool]]] = [
+    ("qwen3_next", "padded", CP4, "ring", {}),  # chunks of 2 tokens, of which a convolution sees 3 before its own
+    ("qwen3_next", "plain", CP2_TP2, "gather", {"sequence_parallel": True, "recompute": True}),
+    ("qwen3_5_moe_text", "plain", CP4, "gather", {"dealt": True}),
+    ("kimi_linear", "padded", CP2_TP2, "ulysses", {"recompute": True}),
+    ("bamba", "packed", CP2, "ring", {"dealt": True}),
+    ("mamba2", "padded", CP4, "auto", {"dealt": True}),
+    ("jamba", "padded", CP4, "ring", {}),
+    ("granitemoehybrid", "packed", CP4, "ring", {}),  # one document, as in transformers
+    ("falcon_h1", "padded", CP2_TP2, "ring", {}),
+    ("lfm2_moe", "padded", CP4, "ring", {}),
+]
+
+
+def slow() -> list[Any]:
+    """Each family with each batch and on each mesh, in one of the ways."""
+    points = itertools.product(SIZES, zip(BATCHES, WAYS, strict=True), (CP4, CP2_TP2))
+    return [(name, batch, mesh, way, {}) for name, (batch, way), mesh in points]
+
+
+def plan_of(family: str) -> dict[str, str]:
+    return {} if family in families.families() else PLANS[family]
+
+
+def made(family: str, **options: Any) -> Any:
+    kind, config = families.class_of(family), families.config_of(family, **{**SIZES[family], **options})
+    assert kind is not None
+    if hasattr(config, "output_router_logits"):
+        config.output_router_logits = True
+    return kind(copy.deepcopy(config))
+
+
+@pytest.mark.parametrize(("family", "batch", "mesh", "way", "options"), tiers(CELLS, slow()), ids=str)
+def test_equals_the_whole_model(
+    family: str, batch: str, mesh: dict[str, int], way: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = BATCHES[batch]() | {"use_cache": False}
+    made(family)  # imports its module
+    families.widen(monkeypatch, but="experts")
+    assert_equal(lambda: made(family), mesh, given, way, plan=plan_of(family), **options)
+
+
+def test_in_pipeline_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    made("mamba2")
+    families.widen(monkeypatch)
+    given = BATCHES["padded"]()
+    assert_equal(lambda: made("mamba2"), CP2_PP2, given, "gather", num_microbatches=2, plan=plan_of("mamba2"))
+
+
+def test_ranks_have_one_program(tmp_path: Path) -> None:
+    config = families.config_of("qwen3_next", **SIZES["qwen3_next"])
+    config.architectures = ["Qwen3NextForCausalLM"]
+    config.save_pretrained(tmp_path)
+    step = tpcore.explain(str(tmp_path), cp=4, seq_len=64, plan="auto", context_parallel="ring", ranks=[0, 3])
+    first, last = (step.program(rank).collectives for rank in (0, 3))
+    assert first == last
+    assert any(call.op.startswith("all_to_all") for call in first if call.axes == ("cp",))
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "mamba2", "kimi_linear"])
+def test_heads_that_ranks_do_not_divide_are_refused_before_any_change(family: str) -> None:
+    heads = 4 if family == "kimi_linear" else 8
+    why = f"cp=3|over 3 ranks deals the heads of .* and its {heads} heads fit cp=1, 2, 4"
+    hf.refused(why, lambda: made(family), {"dp": 1, "cp": 3, "tp": 1}, plan=plan_of(family))
+
+
+@each_rank(cp=2)
+def test_heads_of_a_scan_are_counted_in_a_call(ctx: tpcore.ParallelContext) -> None:
+    states = DealtStates(ctx.comm("cp"), lambda tokens: TokenOrder(ctx.comm("cp")))
+    with pytest.raises(ValueError, match="its 3 heads fit cp=1, 3 only"):
+        states.scanned(lambda x: x, torch.ones(1, 4, 3, 2))
+
+
+def kept(run: Any) -> int:
+    """Bytes that autograd keeps of a step, each memory once."""
+    found: dict[int, int] = {}
+
+    def note(t: Tensor) -> Tensor:
+        found[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+        run()
+    return sum(found.values())
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear", "mamba2"])
+def test_what_a_rank_keeps_falls_as_its_tokens_do(family: str) -> None:
+    ids = torch.randint(3, 99, (1, 512), generator=torch.Generator().manual_seed(1))
+
+    def step(ctx: tpcore.ParallelContext) -> int:
+        model = tpcore.parallelize(made(family), context_parallel="ulysses", plan=plan_of(family)).train()
+        weights = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
+        return kept(lambda: model(input_ids=ids, labels=ids, use_cache=False)) - sum(weights.values())
+
+    whole, halves, quarters = (run_ranks(Mesh({"dp": 1, "cp": cp, "tp": 1}), step) for cp in (1, 2, 4))
+    for parts in (halves, quarters):
+        assert max(parts) < 1.05 * whole[0] / len(parts)

@@ -6,7 +6,7 @@ import logging
 import math
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.nn.functional as F
@@ -49,11 +49,13 @@ def _is_first(_: object = None) -> bool:
     return (current().rank if is_initialized() else settings.RANK.get()) == 0
 
 
-def master_print(msg: Any) -> None:
-    """Print on rank 0."""
+def master_print(*args: Any, fd: TextIO | None = None, flush: bool = True) -> None:
+    """Print on rank 0, to ``fd`` or stdout."""
     if _is_first():
-        sys.stdout.write(f"{msg}\n")
-        sys.stdout.flush()
+        out = fd or sys.stdout
+        out.write(f"{' '.join(map(str, args))}\n")
+        if flush:
+            out.flush()
 
 
 def get_logger(name: str = "neuronx_distributed", rank0_only: bool = True) -> logging.Logger:

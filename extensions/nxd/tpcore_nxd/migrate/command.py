@@ -4,29 +4,33 @@ from __future__ import annotations
 
 import io
 import tokenize
+from dataclasses import asdict
+from difflib import unified_diff
 from pathlib import Path
 
 import typer
 
-from tpcore.cli.console import echo
+from tpcore.cli.console import echo, printable, tell
 
 from .script import Script
 
 
 def migrate(
     path: Path = typer.Argument(help="A script, or a directory whose Python files are read."),
-    write: bool = typer.Option(False, "--write", help="Rewrite the imports in place."),
+    write: bool = typer.Option(False, "--write", help="Rewrite imports and calls in place."),
+    diff: bool = typer.Option(False, "--diff", help="Print what --write changes, as a diff that patch takes."),
+    as_json: bool = typer.Option(False, "--json", help="Print JSON for programs."),
 ) -> None:
     """Show what changes in scripts for other libraries.
 
-    For NeuronX Distributed, optimum-neuron, Megatron and fairscale. Nothing is run. Imports that --write rewrites keep
-    their formatting; calls are for you to change. Exit status 1 where something has no counterpart, an import of an
-    old library stays, or a name of xla or of a module that has moved.
+    For NeuronX Distributed, optimum-neuron, Megatron and fairscale. Nothing is run. --write rewrites imports, and
+    calls of torch_xla that have the same meaning here; all else stays byte for byte. Exit status 1 while there is work
+    for hands: something has no counterpart, an import of an old library stays, a device of xla, or a call that raises.
 
     \b
     Examples:
       tpcore migrate train.py
-      tpcore migrate scripts --write
+      tpcore migrate scripts --diff | patch -p0
 
     Docs: docs/migrating-from-nxd.md
     """
@@ -35,7 +39,8 @@ def migrate(
     if path.suffix == ".ipynb":  # JSON, which reads as Python without imports
         raise ValueError(f"{path} is a notebook: `jupyter nbconvert --to script` makes a script of it")
     scripts = [path] if path.is_file() else sorted(path.rglob("*.py"))
-    files = changed = gone = stays = by_hand = 0
+    found: dict[str, Script] = {}
+    changed = 0
     for file in scripts:
         inside = file.relative_to(path).parts
         if any(part.startswith(".") or part == "site-packages" for part in inside):
@@ -43,25 +48,40 @@ def migrate(
         script, encoding = _read(file)
         if script is None or not script.findings:
             continue
-        files += 1
-        stays += script.stays
-        by_hand += script.by_hand
-        for finding in script.findings:
-            gone += finding.new is None
-            echo(f"{file}:{finding.line}: {finding.old} -> {finding.new or 'nothing here'}")
-            if finding.note:
-                echo(f"    {finding.note}")
+        found[str(file)] = script
         new = script.rewritten()
         if new != script.text:
             changed += 1
+            if diff:
+                lines = script.text.splitlines(keepends=True), new.splitlines(keepends=True)
+                typer.echo(printable("".join(unified_diff(*lines, str(file), str(file))), "\n\t\r"), nl=False)
             if write:
                 file.write_bytes(new.encode(encoding))
-    done = "rewritten" if write else "to rewrite with --write"
-    echo(f"{files} files with findings, imports of {changed} {done}, {gone} names without counterpart")
+    _tell(found, f"{changed} {'rewritten' if write else 'to rewrite with --write'}", diff, as_json)
+
+
+def _tell(found: dict[str, Script], changed: str, quiet: bool, as_json: bool) -> None:
+    """The findings, unless a diff was printed, and what is left to do. Exit status 1 where something is."""
+    findings = [(file, finding) for file, script in found.items() for finding in script.findings]
+    gone = sum(finding.new is None for _, finding in findings)
+    stays, by_hand = (sum(getattr(s, what) for s in found.values()) for what in ("stays", "by_hand"))
+    lines = []
+    for file, finding in findings:
+        lines.append(f"{file}:{finding.line}: {finding.old} -> {finding.new or 'nothing here'}")
+        lines += [f"    {finding.note}"] if finding.note else []
+    summary = [f"{len(found)} files with findings, of {changed}, {gone} names without counterpart"]
     if stays:
-        echo(f"{stays} imports of other libraries stay: change them by hand")
+        summary.append(f"{stays} imports of other libraries stay: change them by hand")
     if by_hand:
-        echo(f"{by_hand} uses of xla devices and groups, or of names in other modules, stay: change them by hand")
+        summary.append(
+            f"{by_hand} uses of xla devices and groups, of names in other modules, and calls that raise, stay: "
+            "change them by hand"
+        )
+    if quiet:
+        echo("\n".join(summary), err=True)
+    else:
+        counts = {"without_counterpart": gone, "imports_that_stay": stays, "by_hand": by_hand}
+        tell({"findings": [{"file": f, **asdict(of)} for f, of in findings], **counts}, as_json, *lines, *summary)
     if gone or stays or by_hand:
         raise typer.Exit(1)
 

@@ -13,18 +13,19 @@ from pkgutil import resolve_name
 @dataclass(frozen=True)
 class Counterpart:
     """The name here for a name of another library. ``new`` None: there is none, and ``note`` says what to do.
-    ``same_call``: the call stays as it is, so rewriting the import is enough."""
+    ``same_call``: the call stays as it is, so rewriting the import is enough. ``rewrite``: how a call is rewritten."""
 
     new: str | None
     note: str = ""
     same_call: bool = True
+    rewrite: str = ""
 
 
 def _rows(file: str) -> Iterator[list[str]]:
-    """The rows of a table, each with four fields."""
+    """The rows of a table, each with five fields."""
     for line in Path(__file__).with_name(file).read_text().splitlines():
         if not line.startswith("#"):
-            yield [*line.split("\t"), "", "", ""][:4]
+            yield [*line.split("\t"), "", "", "", ""][:5]
 
 
 NXD, _STATE, _NEW_STATE = "neuronx_distributed", "megatron.core.parallel_state", "tpcore_nxd.parallel_state"
@@ -33,7 +34,7 @@ _MPU = ("megatron.core.mpu", "megatron.mpu")
 FAMILIES = (NXD, "fairscale.nn.model_parallel", "megatron", "optimum.neuron", "torch_xla", "torch_neuronx", "neuronxcc")
 
 _MEANINGS = [*_rows("meanings.tsv")]
-_ROWS = {old: Counterpart(new or None, note, not call) for old, new, call, note in _rows("names.tsv")}
+_ROWS = {old: Counterpart(new or None, note, not call, how) for old, new, call, note, how in _rows("names.tsv")}
 TABLES = {old: to for old, to in _ROWS.items() if to.new is not None}
 TRANSFORMERS = {old: to for old, to in TABLES.items() if old.startswith("transformers.")}
 """What scripts of optimum-neuron import of transformers 4, and 5 has not."""
@@ -99,13 +100,14 @@ def _exists(name: str) -> bool:
     return True
 
 
-def notes_on(name: str, call: ast.Call) -> list[str]:
-    """The notes on a call of ``name``, a full name of tpcore, that imports as before but means something else."""
+def notes_on(name: str, call: ast.Call) -> list[tuple[str, bool]]:
+    """The notes on a call of ``name``, a full name of tpcore, that imports as before but means something else, and
+    whether it has to be changed by hand."""
     args = {keyword.arg: keyword.value for keyword in call.keywords}
     notes = []
-    for of, argument, values, note in _MEANINGS:
+    for of, argument, values, note, must in _MEANINGS:
         if f".{name}".endswith(f".{of}") and (not argument or (argument in args and _is(args[argument], values))):
-            notes.append(f"{argument}: {note}" if argument else note)
+            notes.append((f"{argument}: {note}" if argument else note, bool(must)))
     return notes
 
 

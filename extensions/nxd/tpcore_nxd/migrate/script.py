@@ -1,13 +1,14 @@
-"""One script: its imports from other libraries, their uses, and the script with its imports rewritten."""
+"""One script: its imports from other libraries, their uses, and the script rewritten."""
 
 from __future__ import annotations
 
 import ast
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from .calls import Edit, rewritten_call
 from .names import NXD, Counterpart, counterpart, notes_on, old_library
 
 
@@ -22,13 +23,12 @@ class Finding:
 
 
 _DEVICE = "this rank's device, whatever the backend; before initialization tpcore_nxd.utils.get_device()"
-Edit = tuple[int, int, int, int, str]
-"""First line and byte, last line and byte of a part of the script, and other text for it."""
 
 
 class Script:
     """``findings``: in order of lines. ``stays``: how many imports of an old library ``rewritten`` leaves. ``by_hand``:
-    how many devices and groups of xla, and names that moved out of a module. SyntaxError for text that is no Python."""
+    how many devices and groups of xla, names that moved out of a module, and calls that raise. SyntaxError for text
+    that is no Python."""
 
     def __init__(self, text: str, path: str = "<script>") -> None:
         self.text = text
@@ -124,8 +124,10 @@ class Script:
             if new.new is None or new.note or not new.same_call or reached != new.new:
                 self._found(node.lineno, name, new, new.new)
                 self.by_hand += new.new is not None and reached not in (None, new.new)
-            for note in notes_on(new.new or "", calls[id(node)]) if id(node) in calls else ():
+            for note, must in notes_on(new.new or "", calls[id(node)]) if id(node) in calls else ():
+                self.by_hand += must
                 self.findings.append(Finding(node.lineno, name, new.new, note))
+        self._calls(tree, calls)
         for call in calls.values():
             dynamic = _imported_by_call(call)
             if old_library(dynamic):
@@ -150,6 +152,57 @@ class Script:
             else:
                 self.findings.append(Finding(node.lineno, repr(node.value), "tpcore.current().device", _DEVICE))
 
+    def _calls(self, tree: ast.AST, calls: dict[int, ast.Call]) -> None:
+        """Rewrite calls of torch_xla that have a counterpart, and the imports of names that nothing uses then."""
+        names = [n for n in ast.walk(tree) if isinstance(n, ast.Name)]
+        left, homes = Counter(n.id for n in names), defaultdict(set)
+        bound = {n.id for n in names if not isinstance(n.ctx, ast.Load)}  # may be something else where it is called
+        bound |= {n.arg for n in ast.walk(tree) if isinstance(n, ast.arg)}
+        for node, name, _ in self._chains(tree):
+            call, to = calls.get(id(node)), counterpart(name)
+            edits = rewritten_call(call, to) if call is not None and to is not None and to.new else None
+            # in an f-string a node has another place before Python 3.12
+            local = ast.unparse(node).split(".")[0]
+            if to is None or edits is None or self._text(node) != ast.unparse(node) or local in bound:
+                continue
+            self._edits += edits
+            left[local] -= 1
+            homes[local].add(str(to.new).partition("(")[0].rpartition(".")[0])
+        for statement in ast.walk(tree):
+            if isinstance(statement, ast.Import | ast.ImportFrom):
+                whole = isinstance(statement, ast.ImportFrom)
+                local_names = {a: a.asname or (a.name if whole else a.name.partition(".")[0]) for a in statement.names}
+                if new := {home for local in local_names.values() for home in homes[local]}:
+                    unused = [a for a, local in local_names.items() if homes[local] and not left[local]]
+                    self._import_new(statement, unused, new)
+
+    def _import_new(self, node: ast.Import | ast.ImportFrom, unused: list[ast.alias], homes: set[str]) -> None:
+        """Import ``homes`` beside what ``node`` imports, or instead, where nothing of it is used any more."""
+        new = f"import {', '.join(sorted(homes))}"
+        end = node.end_lineno or 0, node.end_col_offset or 0
+        if unused and not any((node.lineno, node.col_offset) <= edit[:2] < end for edit in self._edits):
+            self.stays -= len(unused)
+            names = {f"import {a.name}" for a in unused} | {
+                f"from {getattr(node, 'module', '')} import {a.name}" for a in unused
+            }
+            here = range(node.lineno, end[0] + 1)
+            gone = [f for f in self.findings if f.line in here and f.old in names]
+            self.findings = [Finding(f.line, f.old, new) if f in gone else f for f in self.findings]
+            kept = [a for a in node.names if a not in unused]
+            if kept:
+                rest: ast.stmt = ast.Import(kept)
+                if isinstance(node, ast.ImportFrom):
+                    rest = ast.ImportFrom(node.module, kept, node.level)
+                new = f"{ast.unparse(rest)}; {new}"
+            self._edit(node, new)
+        else:
+            self._edits.append((*end, *end, f"; {new}"))
+
+    def _text(self, node: ast.expr) -> str:
+        if node.lineno != node.end_lineno:
+            return ""
+        return self._lines[node.lineno - 1][node.col_offset : node.end_col_offset].decode()
+
     def _chains(self, tree: ast.AST) -> Iterator[tuple[ast.expr, str, str | None]]:
         """Longest dotted names that begin with an imported one, what they stand for, and what they reach
         after the rewriting."""
@@ -170,9 +223,12 @@ class Script:
         self._edits.append((node.lineno, node.col_offset, *end, text))
 
     def rewritten(self) -> str:
-        """The script with other imports, and with every other byte as it was."""
+        """The script with other imports and calls, and with every other byte as it was."""
         lines = [*self._lines]
         for line, column, end_line, end_column, text in sorted(self._edits, reverse=True):
+            at = (line, column), (end_line, end_column)
+            if any(edit[:2] <= at[0] and at[1] <= edit[2:4] and edit[:4] != (*at[0], *at[1]) for edit in self._edits):
+                continue  # in a part that another edit replaces
             new = lines[line - 1][:column] + text.encode() + lines[end_line - 1][end_column:]
             lines[line - 1 : end_line] = new.splitlines(keepends=True)
         return b"".join(lines).decode()

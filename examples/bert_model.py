@@ -57,7 +57,7 @@ def build_bert(config: BertConfig, seed: int) -> BertForPreTraining:
 
 
 def shard_bert(model: Bert, *, gather_logits: bool = False) -> Bert:
-    """Replace, in place, what is cut by its tpcore counterpart holding this rank's part of the values.
+    """Replace, in place, what is sharded by its tpcore counterpart holding this rank's part of the values.
 
     Of any of transformers' BERT models: the encoder and the word embedding, and the vocabulary head where
     there is one. ``gather_logits``: that head returns the logits of the whole vocabulary on every rank, as

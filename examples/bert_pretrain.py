@@ -41,7 +41,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     add = parser.add_argument
-    add("--tensor_parallel_degree", type=int, default=1, help="ranks that one model is cut over")
+    add("--tensor_parallel_degree", type=int, default=1, help="ranks that one model is sharded over")
     add("--backend", help="name of a tpcore backend; default: what `tpcore backends` shows as usable")
     add("--model_size", choices=SIZES, default="tiny")
     add("--batch_size", type=int, default=16, help="sequences in a micro-batch, for each data-parallel rank")
@@ -150,7 +150,7 @@ def _optimizer(model: BertForPreTraining, lr: float) -> Optimizer:
     """AdamW that spares biases and layer norms the weight decay, as in BERT."""
     spared: list[Any] = []
     decayed: list[Any] = []
-    # With the names a checkpoint knows how the optimizer's state is cut, and another tp can load it.
+    # With the names a checkpoint knows how the optimizer's state is sharded, and another tp can load it.
     named = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 6)
     for name, parameter in model.named_parameters():
         group = spared if name.endswith(("bias", "LayerNorm.weight")) else decayed

@@ -103,7 +103,7 @@ def main() -> None:
     tokenizer = tokenizer_of(named, corpus, Path(training.output_dir))
     examples = blocks(ids_of(tokenizer, corpus), files.block_size)
     kept = max(1, len(examples) * files.validation_split_percentage // 100)
-    set_seed(training.seed)  # a new model's values are the same on every rank before it is cut
+    set_seed(training.seed)  # a new model's values are the same on every rank before it is sharded
     trainer = NeuronTrainer(
         model=model_of(named, training, len(tokenizer)),
         args=training,

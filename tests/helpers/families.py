@@ -488,7 +488,7 @@ def short(text: str) -> str:
         if style in text:
             return f"{words} (`{style}`)"
     if "Parameter)" in text:
-        return "a parameter outside of a layer is cut"
+        return "a parameter outside of a layer is sharded"
     if "by its plan: " in text:
         return text.partition("by its plan: ")[2].partition(";")[0]
     return "no block is cut by its plan" if "no plan of its own" in text else text

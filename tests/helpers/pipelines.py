@@ -67,7 +67,7 @@ class CutModel(Model):
 
 
 def ends_of(ctx: ParallelContext) -> Comm:
-    """Over which ranks embedding and head are cut, at any number of stages."""
+    """Over which ranks embedding and head are sharded, at any number of stages."""
     return ctx.comm("pp", "tp")
 
 

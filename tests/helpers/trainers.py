@@ -73,7 +73,7 @@ def on_mesh(
     resume: str | None = None,
     **options: Any,
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-    """(history, the whole model's weights, none with stages). ``cut``: how, or what makes a model that is cut."""
+    """(history, the whole model's weights, none with stages). ``cut``: how, or what makes a model that is sharded."""
     from tpcore_hf.trainer import Trainer
 
     made = cut() if callable(cut) else tpcore.parallelize(model(), **cut)

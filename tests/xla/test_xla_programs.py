@@ -47,7 +47,7 @@ def test_a_whole_step_is_one_program_on_8_ranks(sequence_parallel, dtype):
     (dp,) = [c for c in collectives if c.groups == DP2]
     model_bytes = sum(p.numel() for p in local_block(sequence_parallel, dtype).parameters())
     assert (dp.kind, dp.nbytes) == ("all_reduce add", model_bytes * dtype.itemsize)
-    # the norm: one number for all parameters that are cut
+    # the norm: one number for all parameters that are sharded
     assert collectives[-1].operands == (("f32", (1,)),)
 
 

@@ -26,7 +26,7 @@ def dtensor_state_dict(model: nn.Module) -> dict[str, Any]:
     tp. The DeviceMesh has the axes of the mesh.
 
     A parameter of several blocks (``stride=``, ``blocks=``) becomes one DTensor for each block,
-    ``qkv.weight.0`` and so on, because a DTensor is cut once. Padding is left out. An optimizer's state is
+    ``qkv.weight.0`` and so on, because a DTensor is sharded once. Padding is left out. An optimizer's state is
     not included: use ``tpcore.checkpoint`` for it.
 
     Raises TypeError for anything but a module, BackendError on backends without torch.distributed, and
@@ -48,7 +48,7 @@ def _entries(ctx: ParallelContext, name: str, value: Tensor) -> Iterator[tuple[s
     mark, local = sharding(value), value.detach()
     layout = Layout(tuple(value.shape)) if mark is None else mark.layout
     if mark is not None and mark.ctx.mesh != ctx.mesh:
-        raise ValueError(f"{name!r} is cut over a group that no axes of {ctx.mesh} make: no DTensor says that")
+        raise ValueError(f"{name!r} is sharded over a group that no axes of {ctx.mesh} make: no DTensor says that")
     if layout.slot is not None or len(layout.cuts) > 1 or any(len(cut.axes) > 1 for cut in layout.cuts):
         raise ValueError(f"{name!r} is {layout}, which no DTensor says: use tpcore.checkpoint")
     if not layout.cuts:
@@ -63,7 +63,7 @@ def _entries(ctx: ParallelContext, name: str, value: Tensor) -> Iterator[tuple[s
         length = spec.local_shape(n)[dim]
         if min(length, block.size) != -(-block.size // (n // copies)):  # torch.chunk's, which DTensor uses
             raise ValueError(
-                f"{name!r} is cut by units of {block.unit} and padded at {axis}={n}: a DTensor pads by one"
+                f"{name!r} is sharded by units of {block.unit} and padded at {axis}={n}: a DTensor pads by one"
             )
         (piece,) = spec.pieces(ctx.coord(axis), n)
         part = local.narrow(dim, start, piece.length)

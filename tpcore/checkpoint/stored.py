@@ -121,11 +121,11 @@ class Stored:
         why = (
             "its optimizer was saved without the model, or not made from model.named_parameters()"
             if self.layout == "unknown"
-            else "the ranks hold different values, and nothing says how they are cut: a model's own state_dict() "
+            else "the ranks hold different values, and nothing says how they are sharded: a model's own state_dict() "
             "knows, and the command line takes --cut"
         )
         text = f"{self.where} can be loaded only at the degree it was saved at, tp={self.mesh.size}: "
-        return f"{text}how it is cut is not on record, since {why}"
+        return f"{text}how it is sharded is not on record, since {why}"
 
     @cached_property
     def _alike(self) -> bool:
@@ -266,7 +266,7 @@ def layout_of(t: Tensor, ctx: ParallelContext, where: str) -> Layout | None:
         ranks = mark.ctx.comm(*axes).group.members(mark.ctx.rank)
         axes_kept = [axis for axis in ctx.mesh.axes if axis not in DATA or axis == "ep"]
         raise ValueError(
-            f"{where} is cut over ranks {ranks} of {axes}; a checkpoint holds what is cut over {axes_kept}"
+            f"{where} is sharded over ranks {ranks} of {axes}; a checkpoint holds what is sharded over {axes_kept}"
         )
     if layout.cuts and mark.ctx.place != ctx.place:
         raise ValueError(

@@ -70,7 +70,7 @@ class Sharding:
 
 
 class ForeignMarks:
-    """How scripts of another library mark what they have cut themselves. ``sharding`` asks each class derived from
+    """How scripts of another library mark what they have sharded themselves. ``sharding`` asks each class derived from
     this one that is imported."""
 
     @staticmethod
@@ -80,8 +80,8 @@ class ForeignMarks:
 
 
 def sharding(tensor: Tensor) -> Sharding | None:
-    """The sharding of a parameter (or state_dict entry) of a parallel layer, or of one that a script has cut and marked
-    itself; None for any other tensor."""
+    """The sharding of a parameter (or state_dict entry) of a parallel layer, or of one that a script has sharded and
+    marked itself; None for any other tensor."""
     known = stamped(tensor)
     for marks in ForeignMarks.__subclasses__():
         known = marks.read(tensor, known)

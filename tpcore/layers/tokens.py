@@ -136,7 +136,7 @@ class TokenRegion:
         return self.chunk(x) if self.active else x
 
     def copied(self, x: Tensor) -> Tensor:
-        """The input of column layers: tokens are gathered from the ranks if they are cut."""
+        """The input of column layers: tokens are gathered from the ranks if they are sharded."""
         return enter(x, (self.comm, 1 if self.active else None, torch.float32))
 
 

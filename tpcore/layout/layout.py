@@ -75,7 +75,7 @@ class Layout:
                 raise ValueError(f"{cut} is no cut over an axis of a tensor of shape {self.shape}")
             if cut.spec.dim in dims and cut.spec != ShardSpec(self.shape, cut.spec.dim):
                 raise ValueError(
-                    f"dim {cut.spec.dim} of {self.shape} is cut twice: the later cut makes even chunks and "
+                    f"dim {cut.spec.dim} of {self.shape} is sharded twice: the later cut makes even chunks and "
                     f"takes no blocks, not {cut.spec.blocks}"
                 )
             dims.add(cut.spec.dim)
@@ -291,7 +291,7 @@ def _shares(layout: Layout, mesh: Mesh) -> tuple[Share, ...]:
 
 @lru_cache(maxsize=1 << 10)
 def _once(layout: Layout, mesh: Mesh) -> tuple[tuple[int, Box], ...]:
-    """The different boxes of the full tensor, each with the first rank that has it. Copies of a box are cut alike."""
+    """The different boxes of the full tensor, each with the first rank that has it. Its copies are sharded alike."""
     first: dict[tuple[Any, Any], tuple[int, Box]] = {}
     for rank in layout.positions(mesh):
         for box in layout.boxes(rank, mesh):

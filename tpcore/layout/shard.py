@@ -1,4 +1,4 @@
-"""How a tensor is cut. Layers, checkpoints and clipping all use this module; no other computes cuts."""
+"""How a tensor is sharded. Layers, checkpoints and clipping all use this module; no other computes cuts."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class ShardSpec:
 
     @classmethod
     def strided(cls, shape: tuple[int, ...], dim: int, stride: int = 1) -> ShardSpec:
-        """``stride`` equal parts fused along ``dim`` (q|k|v, gate|up), each cut on its own."""
+        """``stride`` equal parts fused along ``dim`` (q|k|v, gate|up), each sharded on its own."""
         if stride < 1 or shape[dim] % stride:
             raise ValueError(f"stride {stride} does not divide size {shape[dim]} of dim {dim} of {shape}")
         return cls(shape, dim, (Block(shape[dim] // stride),) * stride)
@@ -178,7 +178,7 @@ class ShardSpec:
         if self.dim is None:
             return f"{size} replicated"
         blocks = "" if len(self.blocks) == 1 else f" in {len(self.blocks)} blocks"
-        return f"{size} cut on dim {self.dim}{blocks}"
+        return f"{size} sharded on dim {self.dim}{blocks}"
 
 
 # The layers of a model have few cuts, and share their tables. These are arrays: a tensor made under inference_mode or

@@ -44,9 +44,9 @@ class ParallelContext:
     layers: WeakSet[Any] = field(default_factory=WeakSet, init=False, compare=False)
     """The modules made here of which other ranks have other parameters."""
     marked: dict[int, ref[Any]] = field(default_factory=dict, init=False, compare=False)
-    """By id, the parameters that a script has cut and marked itself, whose entries in a state_dict have no mark."""
+    """By id, the parameters that a script has sharded and marked itself, whose entries in a state_dict have no mark."""
     averaged: dict[int, ref[Any]] = field(default_factory=dict, init=False, compare=False)
-    """Those of ``marked`` whose backward takes the mean over the axes that they are cut over."""
+    """Those of ``marked`` whose backward takes the mean over the axes that they are sharded over."""
     _pid: int = field(default_factory=os.getpid, init=False, compare=False)
     _adopted: list[Comm] = field(default_factory=list, init=False, compare=False)
 

@@ -127,7 +127,7 @@ def clip_grad_norm(parameters: Parameters, max_norm: float, norm_type: float | s
     Returns the norm before clipping, 0-d, float32 or wider, the same on every rank. Call it after the mean over data
     parallel, which it takes itself of the parameters of a ``Zero1``: of all of them. Collective: all ranks of the
     layouts' axes must call it. Raises ValueError for parameters of another context, for some of a ``Zero1``'s
-    and for parameters that torch's own parallelism has cut.
+    and for parameters that torch's own parallelism has sharded.
     """
     p = checked_norm_type(norm_type)
     check_max_norm(max_norm)

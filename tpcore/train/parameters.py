@@ -87,20 +87,20 @@ def average_experts(parameters: Iterable[Tensor]) -> None:
 
 
 def check_for_parts(parameters: Sequence[Tensor], names: Sequence[str]) -> None:
-    """``check_parameters`` of an optimizer whose state is cut over dp, and ``average_experts``."""
+    """``check_parameters`` of an optimizer whose state is sharded over dp, and ``average_experts``."""
     check_parameters(parameters, names)
     check_same_over_dp(parameters, names)
     average_experts(parameters)
 
 
 def check_same_over_dp(parameters: Sequence[Tensor], names: Sequence[str]) -> None:
-    """Raise ValueError for a parameter that is cut over dp or cp. Over ep it may be."""
+    """Raise ValueError for a parameter that is sharded over dp or cp. Over ep it may be."""
     for name, p in zip(names, parameters, strict=True):
         mark = sharding(p)
         cut = [axis for axis in mark.axes if axis in DATA and axis != "ep"] if mark is not None else []
         if mark is not None and cut:
             raise ValueError(
-                f"parameter {name} is cut over {cut[0]} already, as {mark.layout}: its gradient is no mean over "
+                f"parameter {name} is sharded over {cut[0]} already, as {mark.layout}: its gradient is no mean over "
                 f"{cut[0]} ranks. Give such parameters to an optimizer of their own"
             )
 

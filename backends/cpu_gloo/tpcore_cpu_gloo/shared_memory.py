@@ -1,5 +1,5 @@
 """The collectives of one group whose ranks are all on one host, through shared memory. Sums are taken in rank order
-on every rank, for half precision in float32 and rounded once: the same bits on all ranks, however a tensor is cut
+on every rank, for half precision in float32 and rounded once: the same bits on all ranks, however a tensor is sharded
 into pieces. A rank must not use it from several threads at once: a group's collectives have one order."""
 
 from __future__ import annotations

@@ -288,7 +288,7 @@ def _whole(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _groups(model: nn.Module, ctx: ParallelContext, stages: int) -> Callable[[Cut], Comm]:
-    """The ranks of each cut: tp, or with stages both axes for the vocabulary, which belongs to no stage."""
+    """The ranks of each: tp, or with stages both axes for the vocabulary, which belongs to no stage."""
     tp = ctx.comm("tp")
     if stages == 1:
         return lambda cut: tp

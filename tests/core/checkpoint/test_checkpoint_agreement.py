@@ -119,7 +119,7 @@ def test_copies_along_dp_differ(all_dp: bool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fits", [True, False])
 def test_stages(fits: bool, tmp_path: Path) -> None:
-    """Stages have names of their own, and share a table that is cut over them too."""
+    """Stages have names of their own, and share a table that is sharded over them too."""
 
     def one(ctx: ParallelContext) -> list[str]:
         stage, both = ctx.mesh.coords(ctx.rank)["pp"], ctx.comm("pp", "tp")

@@ -421,7 +421,7 @@ def test_a_cut_over_other_ranks(tmp_path: Path) -> None:
         layer = tpcore.ColumnParallelLinear(2, 4, group=ctx.comm("dp"))
         save({"model": layer.state_dict()}, tmp_path / "c")
 
-    assert all("model.weight is cut over ranks" in m for m in errors_on_all_ranks(write))
+    assert all("model.weight is sharded over ranks" in m for m in errors_on_all_ranks(write))
 
 
 def test_files_beside_a_checkpoint_stay(tmp_path: Path) -> None:

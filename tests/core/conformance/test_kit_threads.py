@@ -77,7 +77,7 @@ MESHES = [
 
 @pytest.mark.parametrize("axes", MESHES, ids=str)
 def test_steps_equal_the_plain_models(axes: dict[str, int]) -> None:
-    """Over all axes over which examples, tokens or layers are cut."""
+    """Over all axes over which examples, tokens or layers are sharded."""
     steps = training.pipeline_steps if "pp" in axes else training.training_steps
     for found in run_ranks(Mesh(axes), steps):
         assert found == []

@@ -1,4 +1,4 @@
-"""Initial values do not depend on how a layer is cut, and making them needs little memory."""
+"""Initial values do not depend on how a layer is sharded, and making them needs little memory."""
 
 from __future__ import annotations
 

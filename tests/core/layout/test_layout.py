@@ -203,7 +203,8 @@ def test_text() -> None:
     assert str(Layout((3, 2))) == "3x2 replicated"
     cut = AxisCut(("pp", "tp"), ShardSpec.strided((6, 2), 0, 3))
     again = AxisCut(("dp",), ShardSpec((6, 2), 1))
-    assert str(Layout((6, 2), (cut, again))) == ("6x2 cut on dim 0 in 3 blocks over ppxtp, then cut on dim 1 over dp")
+    twice = "6x2 sharded on dim 0 in 3 blocks over ppxtp, then sharded on dim 1 over dp"
+    assert str(Layout((6, 2), (cut, again))) == twice
     assert str(Layout((2,), slot=Slot("pp", 4, 8))) == "2 replicated, place 4 of 8 on pp"
 
 
@@ -221,7 +222,7 @@ Layout.of(ShardSpec((4,), 0), "pp", slot=Slot("pp", 0, 2))
 Layout((4,), slot=Slot("pp", 2, 2))
     has no such index
 Layout((4,), (AxisCut(("tp",), ShardSpec((4,), 0)), AxisCut(("dp",), ShardSpec.strided((4,), 0, 2))))
-    dim 0 of \(4,\) is cut twice: the later cut makes even chunks
+    dim 0 of \(4,\) is sharded twice: the later cut makes even chunks
 Layout.of(ShardSpec((4,), 0), "tp").unshard([torch.zeros(2)], Mesh({"tp": 2}))
     1 parts for a mesh of 2 ranks
 Layout.of(ShardSpec((4,), 0), "tp").unshard([torch.zeros(3)] * 2, Mesh({"tp": 2}))

@@ -47,7 +47,7 @@ def resharding() -> None:
 
 
 def layouts() -> None:
-    """A dim that is cut twice has chunks of chunks."""
+    """A dim that is sharded twice has chunks of chunks."""
     assert LAYOUTS[2].local_shape(MESHES[0]) == (3, 2)
     for layout, mesh in itertools.product(LAYOUTS, MESHES):
         test_layout.check_boxes(layout, mesh)

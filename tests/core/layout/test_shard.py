@@ -129,7 +129,7 @@ def test_equal_cuts_share_their_tables() -> None:
 def test_text() -> None:
     assert str(ShardSpec(())) == "scalar replicated"
     assert str(ShardSpec((3, 2))) == "3x2 replicated"
-    assert str(ShardSpec.strided((6, 2), 0, 3)) == "6x2 cut on dim 0 in 3 blocks"
+    assert str(ShardSpec.strided((6, 2), 0, 3)) == "6x2 sharded on dim 0 in 3 blocks"
 
 
 @pytest.mark.parametrize(

@@ -201,7 +201,7 @@ def _seeded_by_rank() -> nn.Module:
         (
             _seeded_by_rank,
             ValueError,
-            "'weight' is not cut, and ranks 0 and 1 hold different values: .* as a buffer and take",
+            "'weight' is not sharded, and ranks 0 and 1 hold different values: .* as a buffer and take",
         ),
         (lambda: 3, TypeError, "the function to trace returned a int; it must return the model"),
         (lambda: nn.Linear(4, 4, device="meta"), ValueError, "'weight' is on the meta device"),
@@ -303,7 +303,7 @@ def _loaded(folder: Path, piped: bool) -> nn.Module:
 
 @pytest.mark.parametrize("piped", tiers([True], [False]))
 def test_a_checkpoint_of_stages_is_traced_and_served_at_any_tp(pool: RankPool, tmp_path: Path, piped: bool) -> None:
-    """The vocabulary is cut over pp x tp, as in training, and batches are of any size."""
+    """The vocabulary is sharded over pp x tp, as in training, and batches are of any size."""
     want, *_ = run_ranks(Mesh({"pp": 2, "dp": 1, "tp": 2}), lambda ctx: _trained(ctx, tmp_path / "c"))
     sizes = ({0: torch.export.Dim("rows", min=1, max=8)},)
     for tp in (1, 2, 4):

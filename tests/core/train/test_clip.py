@@ -179,7 +179,7 @@ def test_sharding_survives(ctx: ParallelContext, change: str) -> None:
     net = CHANGES[change](nn.Sequential(tpcore.ColumnParallelLinear(4, 8), tpcore.RowParallelLinear(8, 4)))
     for p in net.parameters():
         p.grad = torch.ones_like(p)
-    # 32 and 8 of the column layer and 32 of the row layer are cut; its bias of 4 is whole
+    # 32 and 8 of the column layer and 32 of the row layer are sharded; its bias of 4 is whole
     assert tpcore.clip_grad_norm(net.parameters(), 1e9, 1) == 32 + 8 + 32 + 4
     marks = {name: sharding(p) for name, p in net.named_parameters()}
     dims = {name: mark.layout.spec.dim for name, mark in marks.items() if mark is not None}

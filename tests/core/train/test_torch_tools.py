@@ -29,7 +29,7 @@ def _wrap(ctx: ParallelContext) -> None:
     torch.testing.assert_close(cut[0].weight, before, rtol=0, atol=0)
 
     DistributedDataParallel(cut, process_group=ctx.comm("dp").process_group)
-    DistributedDataParallel(nn.Linear(2, 2))  # nothing of it is cut
+    DistributedDataParallel(nn.Linear(2, 2))  # nothing of it is sharded
 
 
 def _wrap_copies(ctx: ParallelContext) -> None:
@@ -48,7 +48,7 @@ def test_torchs_data_parallelism_takes_no_shards_for_replicas(pool: RankPool) ->
 
 
 class Model(nn.Module):
-    """Every kind of cut: padded, fused, heads that ranks share, tied, and what is not cut."""
+    """Every kind of cut: padded, fused, heads that ranks share, tied, and what is not sharded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ def test_a_model_saved_by_torch_at_one_degree_is_loaded_by_torch_at_another(pool
 
 def _cannot_say(ctx: ParallelContext) -> None:
     heads = tpcore.ColumnParallelLinear(4, 18, blocks=[tpcore.Block(18, 3)], pad=True)
-    with pytest.raises(ValueError, match=r"'weight' is cut by units of 3 and padded at tp=4"):
+    with pytest.raises(ValueError, match=r"'weight' is sharded by units of 3 and padded at tp=4"):
         tpcore.checkpoint.dtensor_state_dict(heads)
 
 

@@ -211,7 +211,7 @@ def _with(kind: str, net: nn.Module, **options: Any) -> torch.optim.Optimizer:
 @pytest.mark.parametrize(("where", "bad"), [("up.weight", float("nan")), ("norm.weight", float("inf"))])
 @each_rank(dp=2, tp=2)
 def test_an_infinity_on_one_rank_is_skipped_by_all(ctx: ParallelContext, where: str, kind: str, bad: float) -> None:
-    """Of a weight that is cut, which every rank's norm shows, and of one that is not."""
+    """Of a weight that is sharded, which every rank's norm shows, and of one that is not."""
     full = plain_net().state_dict()
     net = cut_net(full)
     optimizer = _with(kind, net)
@@ -382,7 +382,7 @@ Zero1(optim.SGD, [("p", p), ("q", p)], lr=1.0)
 Zero1(optim.SGD, elsewhere(ctx).named_parameters(), lr=1.0)
     'weight' .* another context
 Zero1(optim.SGD, ColumnParallelLinear(4, 4, group=ctx.comm("dp")).named_parameters(), lr=1.0)
-    'weight' .* cut over dp
+    'weight' .* sharded over dp
 Zero1(optim.SGD, [p], lr=1.0, bucket_mb=0)
     bucket_mb must be above 0
 Zero1(optim.SGD, [p], lr=1.0, master_dtype=torch.int64)

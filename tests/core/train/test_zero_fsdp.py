@@ -23,7 +23,7 @@ ATTEMPTS: dict[str, Callable[[nn.Module], Any]] = {
 
 
 def refused(ctx: ParallelContext) -> dict[str, str]:
-    """What each of them says of a model that FSDP2 has cut over real processes."""
+    """What each of them says of a model that FSDP2 has sharded over real processes."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     fully_shard(model, mesh=dist.init_device_mesh("cpu", (ctx.mesh.size,)))
     assert all(isinstance(p, DTensor) for p in model.parameters())

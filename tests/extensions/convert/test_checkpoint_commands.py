@@ -114,7 +114,7 @@ def test_consolidate_of_stages(tmp_path: Path) -> None:
 
 
 def written_by_others(full: dict[str, Tensor], stages: int, path: Path) -> None:
-    """The table on the first stage, head and norm on the last, each cut over tp alone."""
+    """The table on the first stage, head and norm on the last, each sharded over tp alone."""
     for stage, rank in itertools.product(range(stages), range(2)):
         part: dict[str, Tensor] = {}
         for name, value in full.items():
@@ -229,12 +229,12 @@ def test_inspect(tmp_path: Path) -> None:
         "name": "model.embed.weight",
         "shape": [7, 4],
         "dtype": "float32",
-        "cut": "cut on dim 0",
+        "cut": "sharded on dim 0",
         "local": [4, 4],
         "bytes": 112,
         "padded": True,
     }
-    assert rows["model.gate_up.weight"]["cut"] == "cut on dim 0 in 2 blocks"
+    assert rows["model.gate_up.weight"]["cut"] == "sharded on dim 0 in 2 blocks"
     assert rows["model.norm.weight"]["cut"] == "same on all ranks"
     assert found["bytes"] == sum(row["bytes"] for row in found["rows"])
 
@@ -245,7 +245,7 @@ def test_names_stay_whole_in_a_pipe_and_copies_are_told(tmp_path: Path) -> None:
     keys = partial(tpcore.ColumnParallelLinear, 4, 4, bias=False, blocks=heads, gather_output=False)
     saved(tmp_path / "c", 4, lambda ctx: {"model": {name: keys().state_dict()["weight"]}})
     (line,) = [line for line in run("inspect", tmp_path / "c").splitlines() if f"model.{name} " in line]
-    assert "cut on dim 0, held by 2 ranks each" in line
+    assert "sharded on dim 0, held by 2 ranks each" in line
     assert "2x4" in line
 
 

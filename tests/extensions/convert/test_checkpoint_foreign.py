@@ -196,7 +196,7 @@ WHOLE = ["nested.pt", "flat.pt", "flat.bin", "flat.safetensors", "hf", "hf base.
 
 @pytest.mark.parametrize("kind", [*LAYOUTS, "npz", *WHOLE, "ours 1", "ours 2", "ours 3"])
 def test_into_a_model_and_as_plain_shards(kind: str, tmp_path: Path, reference: type) -> None:
-    """The model, or what is wanted, says how each tensor is cut, so that it loads at any degree."""
+    """The model, or what is wanted, says how each tensor is sharded, so that it loads at any degree."""
     path, rest = written(tmp_path, kind, reference)
 
     def read(ctx: ParallelContext, device: str | None, dtype: torch.dtype) -> None:
@@ -274,7 +274,7 @@ def test_offline(kind: str, tmp_path: Path, reference: type) -> None:
 def test_a_cut_that_nobody_knows(tmp_path: Path, reference: type) -> None:
     """Neither guessed nor averaged: what differs between ranks has to be said."""
     write(tmp_path / "c", "directory", reference)
-    with pytest.raises(CheckpointError, match=r"(?s)how it is cut is not on record.*--cut"):
+    with pytest.raises(CheckpointError, match=r"(?s)how it is sharded is not on record.*--cut"):
         consolidate(tmp_path / "c", tmp_path / "out")
     assert sorted(os.listdir(tmp_path)) == ["c"]
 

@@ -140,7 +140,7 @@ def assert_equal(
 
     def one(make: Callable[[], nn.Module]) -> Any:
         model = made(make)
-        if recompute:  # before it is cut
+        if recompute:  # before it is sharded
             hf.recompute(model)
         return model
 
@@ -183,7 +183,7 @@ def test_tokens_are_dealt_once_and_counted_by_the_model(tmp_path: Path) -> None:
 
     def rank(ctx: tpcore.ParallelContext) -> None:
         whole = made(llama)
-        assert tpcore.shard_sequence(mapped, whole) == mapped  # nothing is cut
+        assert tpcore.shard_sequence(mapped, whole) == mapped  # nothing is sharded
         model = tpcore.parallelize(whole, context_parallel="ring")
         mine = tpcore.shard_sequence(mapped, model)
         first = [0, 1, 2, 3, 12, 13, 14, 15]  # zig-zag: the first and the last quarter

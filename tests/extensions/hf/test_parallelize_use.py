@@ -181,7 +181,7 @@ def test_what_would_pass_by_a_sharded_model_is_refused() -> None:
     def rank(ctx: tpcore.ParallelContext) -> None:
         model: Any = llama()
         model._is_accelerate_prepared = True  # as accelerate marks what it has prepared
-        with pytest.raises(ValueError, match="is cut over ranks, and accelerate"):
+        with pytest.raises(ValueError, match="is sharded over ranks, and accelerate"):
             bool(tpcore.parallelize(model)._is_accelerate_prepared)
         model = tpcore.parallelize(llama())
         with pytest.raises(ValueError, match="resize_token_embeddings before"):

@@ -291,9 +291,9 @@ def _refused(ctx: tpcore.ParallelContext, where: Path) -> None:
     made = tpcore.parallelize(whole)
     stocks = transformers.Trainer(made, arguments(where), **data())
     for call in (stocks.train, stocks.evaluate, stocks.predict):
-        with pytest.raises(ValueError, match=r"cut over ranks, and accelerate.*use Trainer of tpcore"):
+        with pytest.raises(ValueError, match=r"sharded over ranks, and accelerate.*use Trainer of tpcore"):
             call(*[stocks.eval_dataset] if call == stocks.predict else [])
-    with pytest.raises(ValueError, match="cut over ranks, and accelerate"):
+    with pytest.raises(ValueError, match="sharded over ranks, and accelerate"):
         accelerate.Accelerator(cpu=True).prepare(made)
     with pytest.raises(ValueError, match=r"train_sampling_strategy='batch_rebalance'.*all ranks"):
         Trainer(made, arguments(where, train_sampling_strategy="batch_rebalance"), **data())

@@ -165,7 +165,7 @@ def unsound(path: str) -> Iterator[str]:
 
 def differing(rests: Sequence[Mapping[Any, Any]]) -> list[Any]:
     """The keys of entries that are not the same on all ranks. ``rests``: entries per rank. An optimizer's state counts
-    as different: it is cut like its parameters, even if all values are zero."""
+    as different: it is sharded like its parameters, even if all values are zero."""
     first, *others = rests
     return [
         key

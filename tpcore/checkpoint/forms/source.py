@@ -18,7 +18,7 @@ from ..stored import ReadPlan, Stored
 State = dict[str, Any]
 """A model's state by name: a Stored for each tensor, other values unchanged."""
 SpecOf = Callable[[str, tuple[int, ...], int], ShardSpec | None]
-"""The cut of a tensor, from its name, shard shape and number of shards. None if it is not known to be cut."""
+"""The cut of a tensor, from its name, shard shape and number of shards. None if it is not known to be sharded."""
 Fill = Callable[[Stored], Tensor | ReadPlan]
 """Returns what replaces a stored tensor in a nested state."""
 

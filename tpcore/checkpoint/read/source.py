@@ -29,7 +29,7 @@ StrPath = str | os.PathLike[str]
 
 
 class ShardRule(NamedTuple):
-    """Tensors whose names match ``pattern`` are cut along ``dim``, in ``stride`` blocks of one size."""
+    """Tensors whose names match ``pattern`` are sharded along ``dim``, in ``stride`` blocks of one size."""
 
     pattern: str
     dim: int
@@ -77,7 +77,7 @@ def tensors_of(source: Source, rules: Sequence[ShardRule] = ()) -> dict[str, Sto
 
 def _same(a: Any, b: Stored) -> bool:
     if isinstance(a, Stored) and a.first.identity == b.first.identity:
-        return True  # a tensor that is cut over stages too: all stages return the same one
+        return True  # a tensor that is sharded over stages too: all stages return the same one
     return isinstance(a, Stored) and a.shape == b.shape and torch.equal(unsharded(a), unsharded(b))
 
 

@@ -15,7 +15,7 @@ from ...layout.shard import Block, ShardSpec
 from ..kit.samples import multiple
 from .cells import GARBAGE, Cell, MatrixRow, Place, Reference, grad_of
 
-OTHER = 12  # features that are not cut: a column layer's inputs, a row layer's outputs
+OTHER = 12  # features that are not sharded: a column layer's inputs, a row layer's outputs
 LAYERS: dict[tuple[bool, bool], Any] = {
     (True, False): tpcore.ColumnParallelLinear,
     (True, True): tpcore.layers.ColumnParallelConv1D,
@@ -89,7 +89,7 @@ def _compare(
     c.part("input grad", x.grad, (grad_of(exact.x), grad_of(sizes.x)), roundings[1], places[0])
 
     def rounded(name: str) -> int:
-        # ranks with the same part round their shares of a weight's gradient, and then the sum; if tokens are cut,
+        # ranks with the same part round their shares of a weight's gradient, and then the sum; if tokens are sharded,
         # each rank's part of the bias' gradient is rounded before and after the sum
         return 2 if layer.copies or name == "bias" else 1
 
@@ -163,7 +163,7 @@ def _outputs(heads: int, plain: nn.Module, x: Tensor) -> list[Tensor]:
 
 
 def _repeated(x: Tensor, heads: int) -> Tensor:
-    """Repeat each key or value head for the query heads that share it; then it is cut like those."""
+    """Repeat each key or value head for the query heads that share it; then it is sharded like those."""
     shared: Tensor = x.unflatten(-1, (-1, HEAD))
     return shared.repeat_interleave(heads // shared.shape[-2], -2).flatten(-2)
 

@@ -174,7 +174,7 @@ class Tracer:
         def error(rank: int, first: dict[str, int], other: dict[str, int]) -> ValueError:
             name = next(name for name in [*first, *other] if first.get(name) != other.get(name))
             return ValueError(
-                f"{name!r} is not cut, and ranks 0 and {rank} hold different values: load a "
+                f"{name!r} is not sharded, and ranks 0 and {rank} hold different values: load a "
                 "checkpoint, or seed (torch.manual_seed) before the model is built. If it is a rank's own part, let "
                 "the model keep the whole tensor as a buffer and take tpcore.comm.mappings.scatter(whole, comm, dim)"
             )
@@ -215,7 +215,7 @@ class Tracer:
                     f"output {i} of the traced program differs from the model's by {worst:.3g}: something in "
                     "the model's forward does not survive tracing"
                 )
-            if i < len(shapes):  # the outputs after these are state, which may be cut
+            if i < len(shapes):  # the outputs after these are state, which may be sharded
                 self._check_returned(i, a)
         return form, shapes
 

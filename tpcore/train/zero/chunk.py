@@ -1,4 +1,4 @@
-"""One rank's chunk of each parameter: the flat local shard is cut over dp into equal ones, the last padded."""
+"""One rank's chunk of each parameter: the flat local part is divided over dp into equal ones, the last padded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An optimizer whose state is cut over data parallel."""
+"""An optimizer whose state is sharded over data parallel."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .state import IN_STEP, MASTER, Outline, check_kind, entries_of, outline_of,
 
 
 class Zero1(torch.optim.Optimizer):
-    """``optimizer_class`` with its state cut over dp (dp times cp): 1/dp of the state on each rank, and the same steps.
+    """``optimizer_class`` with its state sharded over dp (dp times cp): 1/dp of it on each rank, and the same steps.
 
     Each parameter's local shard is flattened and cut into dp equal chunks, the last one padded. A step gives each rank
     its chunks of the mean gradients, steps them, and gathers the new weights: for each bucket one reduce-scatter and
@@ -37,7 +37,7 @@ class Zero1(torch.optim.Optimizer):
     weights, which are then the rounded master values. ``grad_dtype``: the dtype in which gradients of several backwards
     are summed and sent. ``bucket_mb``: MiB of gradients or weights in one collective.
 
-    The base optimizer is made at the first step, so that the model may be cut, moved or loaded before. Step with
+    The base optimizer is made at the first step, so that the model may be sharded, moved or loaded before. Step with
     ``tpcore.optimizer_step``, which can clip and skip; ``step()`` does neither. The constructor and all methods that
     move tensors are collective over dp. ValueError for an optimizer that mixes entries, for a parameter given twice,
     built under another context, cut by torch's own parallelism or over dp.
@@ -120,7 +120,7 @@ class Zero1(torch.optim.Optimizer):
         return {**group, "params": [chunk.value for chunk in chunks]}
 
     def _changed(self) -> bool:
-        """Whether parameters were cut, moved or converted since the base was made. ValueError if there is
+        """Whether parameters were sharded, moved or converted since the base was made. ValueError if there is
         state already."""
         new = [p for p, chunk in self._chunks.items() if chunk.kind != kind_of(p)]
         if new and self.state:
@@ -256,7 +256,7 @@ class Zero1(torch.optim.Optimizer):
         return self.reduced or any(self._gradients.of(p) is not None for p in trained)
 
     def outline(self) -> Outline:
-        """The ``state_dict`` without the tensors that are cut over dp, which can be gathered one by one."""
+        """The ``state_dict`` without the tensors that are sharded over dp, which can be gathered one by one."""
         if self._base is not None:
             self.base()  # raises if parameters have changed
         if self._in_step():

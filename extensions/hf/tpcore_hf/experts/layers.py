@@ -247,7 +247,7 @@ def dropping_nothing(model: nn.Module) -> Iterator[None]:
 def specs_of(
     name: str, experts: nn.Module, styles: Mapping[str, str], distributed: bool, ep: int
 ) -> tuple[dict[str, ShardSpec], list[Need]]:
-    """How the parameters of ``experts`` are cut over tp: by ``styles`` of their features, or ``distributed`` by
+    """How the parameters of ``experts`` are sharded over tp: by ``styles`` of their features, or ``distributed`` by
     experts. ``ep``: among how many ranks the experts of each are divided then. ValueError for parameters of which
     neither is surely right, and for experts that ep does not divide."""
     kind, parameters = type(experts).__name__, dict(experts.named_parameters(recurse=False))

@@ -30,7 +30,7 @@ _OF_EXPERTS = (plan.EXPERTS, plan.PARTIAL)
 
 @dataclass(frozen=True)
 class Cut:
-    """One module and the style in which it is cut."""
+    """One module and the style in which it is sharded."""
 
     name: str
     module: nn.Module

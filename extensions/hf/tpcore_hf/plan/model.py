@@ -48,7 +48,7 @@ def rules_of(model: Any, user: dict[str, Rule]) -> dict[str, Rule]:
     why = REFUSED.get(model.config.model_type)
     if why is not None and not user:
         raise ValueError(
-            f"{type(model).__name__} ({model.config.model_type}) cannot be cut by its plan: {why}; say how "
+            f"{type(model).__name__} ({model.config.model_type}) cannot be sharded by its plan: {why}; say how "
             "to cut what else it has, parallelize(model, plan={...})"
         )
     rules = normalized(own_rules(model)) | normalized(user)

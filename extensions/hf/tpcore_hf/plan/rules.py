@@ -10,7 +10,7 @@ from torch import nn
 from tpcore.layout.shard import Block
 
 Rule = str | Sequence[Block]
-"""The name of a style, or the blocks in which a linear layer's output features are cut."""
+"""The name of a style, or the blocks in which a linear layer's output features are sharded."""
 
 COLUMN, COLUMN_GATHERED = "colwise", "colwise_gather_output"
 ROW, ROW_SPLIT = "rowwise", "rowwise_split_input"

@@ -30,8 +30,8 @@ _PREPARED, _ADAPTERS = "_is_accelerate_prepared", "peft_config"
 _MESSAGES = {
     # asked by accelerate before it places or wraps a model, in training and in evaluation. Its data loaders would give
     # the ranks of one tp group other batches
-    _PREPARED: "this {} is cut over ranks, and accelerate, by which the Trainer of transformers works, would wrap it "
-    "and give each rank other batches: use Trainer of tpcore_hf.trainer, or Accelerator of "
+    _PREPARED: "this {} is sharded over ranks, and accelerate, by which the Trainer of transformers works, would "
+    "wrap it and give each rank other batches: use Trainer of tpcore_hf.trainer, or Accelerator of "
     "tpcore_hf.accelerate",
     # asked by peft before it adds an adapter, which would be made of this rank's part, and each rank's factors would
     # learn by themselves. peft refuses modules that it does not know, but not every parameter of them
@@ -41,7 +41,7 @@ _MESSAGES = {
 
 
 def _resize(model: nn.Module, *_: Any, **__: Any) -> NoReturn:
-    reason = f"the vocabulary of this {type(model).__name__} is cut over ranks"
+    reason = f"the vocabulary of this {type(model).__name__} is sharded over ranks"
     raise ValueError(f"{reason}: call resize_token_embeddings before tpcore.parallelize")
 
 
@@ -78,7 +78,7 @@ def permit_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def is_guarded(model: nn.Module) -> bool:
-    """Whether ``model`` or a model inside is cut already."""
+    """Whether ``model`` or a model inside is sharded already."""
     return any("resize_token_embeddings" in vars(module) for module in model.modules())
 
 

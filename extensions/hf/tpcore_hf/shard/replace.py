@@ -152,7 +152,7 @@ def _embedding(old: nn.Module, **options: Any) -> ParallelModule:
         return ParallelEmbedding.from_plain(old, **options)
     if not _asks_torch(old):
         raise ValueError(
-            f"{kind.__name__} has a forward of its own that does not ask nn.Embedding's: it cannot be cut; "
+            f"{kind.__name__} has a forward of its own that does not ask nn.Embedding's: it cannot be sharded; "
             "give its name the style 'replicate'"
         )
     plain = twin(old)

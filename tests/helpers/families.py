@@ -79,10 +79,36 @@ SIZES |= {
     **_named("first_k_dense_replace num_dense_layers n_group topk_group n_shared_experts", 1),
 }
 OPTIONAL = {"num_key_value_heads", "head_dim", "pad_token_id", "n_inner", "num_kv_heads"}
+OF_PARTS: dict[str, Any] = {
+    **_named("depth", 2),
+    **_named("out_hidden_size encoder_hidden_size projection_dim", 32),
+    **_named("image_token_id image_token_index", 98),
+    **_named("audio_token_id audio_token_index", 97),
+    **_named("video_token_id video_token_index", 96),
+}
+"""Sizes of the models in a model."""
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 SECTIONS = {**ROPE, "mrope_section": [1, 1, 2]}
 WHOLE_ROPE = {"partial_rotary_factor": 1.0}
+HYBRID = {"mamba_n_heads": 8, "mamba_d_head": 8}
 SPECIAL: dict[str, dict[str, Any]] = {
+    "aria": {"projector_patch_to_query_dict": {16: 4}},
+    "bamba": {**HYBRID, "attn_layer_indices": [1], "mamba_d_state": 16},
+    "falcon_h1": {**HYBRID, "mamba_d_ssm": 64, "mamba_d_state": 16},
+    "chameleon": {"vocabulary_map": {"<image>": 98, "IMGIMGBSZ": 97}},
+    **_named("qwen2_5_vl_vision exaone4_5_vision qwen2_5_omni_vision_encoder", {"window_size": 32}),
+    **_named("llava_next llava_next_video llava_onevision", {"image_grid_pinpoints": [[32, 32]]}),
+    "vipllava": {"vision_feature_layers": [-1, -2]},
+    **_named("gemma3 shieldgemma2", {"mm_tokens_per_image": 4}),
+    **_named("hunyuan_vl_text paddleocr_vl_text ernie4_5_vl_moe_text", {"rope_parameters": SECTIONS}),
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]},
+    "reformer": {"is_decoder": True, "axial_pos_shape": [8, 8], "axial_pos_embds_dim": [16, 16]},
+    "llama4_vision_model": {"vision_output_dim": 64, "projector_input_dim": 64, "projector_output_dim": 64},
+    "ctrl": {"dff": 64},
+    "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 16, "n_groups": 2},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "num_hidden_layers": 4, "n_mamba_heads": 8},
+    "granite4_vision": {"image_grid_pinpoints": [[32, 32]], "deepstack_layer_map": [[-1, 0]]},
+    "recurrent_gemma": {"lru_width": 32},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     **_named("qwen2_vl_text qwen2_5_vl_text", {"rope_parameters": SECTIONS}),
     **_named("glm4v_text glm4v_moe_text glm_image_text glm_ocr_text", {"rope_parameters": {**SECTIONS, **WHOLE_ROPE}}),
@@ -209,16 +235,23 @@ def _has(config: Any, name: str) -> bool:
         return False
 
 
-def config_of(model_type: str, **options: Any) -> Any:
-    """A tiny configuration with a layer of experts where there are some, and with ``options``."""
-    kind = CONFIG_MAPPING[model_type]
-    default = kind()
+def config_of(model_type: str, kind: Any = None, **options: Any) -> Any:
+    """A tiny configuration with a layer of experts where there are some, and with ``options``. ``kind``: the class, for
+    one whose parts are tiny too."""
+    parts: dict[str, Any] = {}
+    sizes, optional = (
+        (SIZES, OPTIONAL) if kind is None else (SIZES | OF_PARTS, OPTIONAL | OF_PARTS.keys() | {"sliding_window"})
+    )
+    kind, default = kind or CONFIG_MAPPING[model_type], (kind or CONFIG_MAPPING[model_type])()
+    if sizes is not SIZES:
+        inner = {name: getattr(default, name, None) for name in getattr(kind, "sub_configs", None) or ()}
+        parts = {n: config_of(part.model_type, type(part)) for n, part in inner.items() if hasattr(part, "sub_configs")}
     chosen = {
         name: value
-        for name, value in SIZES.items()
+        for name, value in sizes.items()
         if _has(default, name)
         and not isinstance(getattr(default, name), list | tuple | dict)
-        and (getattr(default, name) is not None or name in OPTIONAL)
+        and (getattr(default, name) is not None or name in optional)
     }
     for name, other in (getattr(kind, "attribute_map", None) or {}).items():
         if name in chosen and other in chosen and name != other:
@@ -233,7 +266,7 @@ def config_of(model_type: str, **options: Any) -> Any:
         chosen |= {name: size for name, size in LATENT.items() if name in latent}
     if getattr(default, "mlp_layer_types", None):
         chosen["mlp_layer_types"] = ["dense", "sparse"]
-    chosen |= copy.deepcopy(SPECIAL.get(model_type, {})) | options
+    chosen |= parts | copy.deepcopy(SPECIAL.get(model_type, {})) | options
     try:
         config = kind(**chosen)
     except Exception:  # noqa: BLE001  a family whose sizes depend on each other: each that can be set by itself

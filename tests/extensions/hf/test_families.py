@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import transformers
+from helpers.any_model import verdict_of
 from helpers.composed import CASES, composed
 from helpers.families import (
     FEATURES,
@@ -26,6 +27,7 @@ from helpers.families import (
 from helpers.tiers import tiers
 
 from tpcore_hf.plan.families import KINDS
+from tpcore_hf.plan.found import COMPARED
 
 MADE_WITH = re.search(r"transformers (\d+\.\d+\.\d+)", PAGE_FILE.read_text())[1]  # type: ignore[index]
 WORKING, REFUSED, PARTS_THERE = map(on_the_page, ("Work", "Refused", "Parts of models"))
@@ -73,6 +75,28 @@ def test_norms_of_heads_need_no_rule_where_experts_stay_whole(family: str) -> No
 @pytest.mark.parametrize("name", ["SiglipModel", "Gemma3ForConditionalGeneration"])
 def test_a_multimodal_model_equals_the_whole(name: str) -> None:
     assert composed(name).share < 0.8
+
+
+# gathered around norms of all features, hybrids of attention, convolutions and states, cross attention to images,
+# work between blocks, sounds
+SAMPLE = ("bitnet", "lfm2", "falcon_h1", "mllama", "qwen3_vl", "molmo2", "glmasr", "idefics2", "xlnet", "cpmant")
+
+
+@newest
+@pytest.mark.parametrize("model_type", tiers(["bitnet", "lfm2"], slow=SAMPLE))
+def test_rules_that_are_found_equal_the_whole(model_type: str) -> None:
+    found = verdict_of(model_type)
+    assert found.works, found.text
+    assert found.share < 0.72
+
+
+@newest
+@pytest.mark.drill  # a hundred types
+@pytest.mark.parametrize("model_type", sorted(COMPARED))
+def test_all_rules_that_are_found_equal_the_whole_on_two_ranks_and_four(model_type: str) -> None:
+    assert verdict_of(model_type).works
+    found = verdict_of(model_type, 4)
+    assert found.works or "does not fit" in found.text, found.text
 
 
 @pytest.mark.slow

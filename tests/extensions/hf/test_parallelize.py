@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ import tpcore
 from tpcore import Block, Mesh
 from tpcore.testing import run_ranks
 from tpcore.testing.threads import ThreadTransport
+from tpcore_hf.plan.model import rules_of
 
 TWO = Mesh({"tp": 2})
 QWEN3 = {**TINY, "num_key_value_heads": 2, "head_dim": 8}
@@ -221,7 +224,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         {"transformer.h.*.ffn.1.weight": "colwise"},
         r"no parameter: 'transformer.h.\*.ffn.1.weight'. .* of a layer or of an expert_1$",
     ),
-    "a number where layers differ": (ctrl, {}, r"'transformer.h.\*.ffn.0', 'transformer.h.\*.ffn.2'$"),
+    "a number where layers differ": (ctrl, {}, r"'transformer.h.\*.ffn.0': 'colwise', 'transformer.h.\*.ffn.2': "),
     "an unknown style": (
         llama,
         {"model.layers.*.mlp.up_proj": "diagonal"},
@@ -236,7 +239,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "no plan": (
         ctrl,
         {},
-        "no plan of its own and its family is not known: .*'transformer.h.\\*.multi_head_attention.Wq', ",
+        "no plan of its own and its family is not known: .*'transformer.h.\\*.multi_head_attention.Wq': ",
     ),
     "another order, of heads": (codegen, {"transformer.h.*.attn.qkv_proj": "qkv_colwise", OUT: "rowwise"}, ORDER),
     "experts without a style": (
@@ -252,6 +255,14 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     ),
     "gradients of the whole": (trained, {}, "zero_grad"),
 }
+
+
+def test_the_plan_that_is_proposed_equals_the_whole() -> None:
+    with pytest.raises(ValueError, match="family is not known") as refused:
+        rules_of(ctrl(), {})
+    proposed = re.search(r"plan=({.*}), which", str(refused.value))
+    assert proposed is not None
+    hf.assert_equals_whole(ctrl, plan=ast.literal_eval(proposed[1]))
 
 
 def test_a_written_number_is_itself_beside_the_number_of_a_layer() -> None:

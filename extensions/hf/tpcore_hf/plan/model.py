@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from torch import nn
@@ -12,6 +11,7 @@ from tpcore.errors import extra
 from . import families
 from . import rules as plan
 from .decisions import is_linear
+from .found import COMPARED, found
 from .rules import Rule, normalized, rule_of, wildcard
 
 _ONE = "it is several models in one, which were not compared with the whole after a cut"
@@ -56,21 +56,13 @@ def rules_of(model: Any, user: dict[str, Rule]) -> dict[str, Rule]:
     if not any(rule not in (plan.REPLICATE, plan.SUMMED) and name not in ends for name, rule in rules.items()):
         kinds = {type(m).__name__ for m in model.modules() if type(m).__name__.endswith("Experts")}
         experts = f", and layers of experts ({', '.join(sorted(kinds))}) are not sharded yet" if kinds else ""
-        linear = dict.fromkeys(_general(model, name) for name, module in model.named_modules() if is_linear(module))
-        repeated = [repr(name) for name in linear if "*" in name and name not in ends]
+        proposed = found(model, rules, vocabulary(model))
         raise ValueError(
             f"{type(model).__name__} ({model.config.model_type}) has no plan of its own and its family is "
-            f"not known{experts}: parallelize(model, plan={{...}}) says how to shard its linear "
-            f"layers, 'colwise' or 'rowwise': {', '.join(repeated) or 'it has none'}"
+            f"not known{experts}: parallelize(model, plan=...) says how to shard its linear layers. By their sizes "
+            f"it would be plan={proposed}, which was not compared with the whole"
         )
     return _vocabulary(model, rules)
-
-
-def _general(model: nn.Module, name: str) -> str:
-    """``name`` with ``*`` for each number but those in an ``nn.Sequential``, whose modules differ."""
-    owners = [model.get_submodule(name[: match.start()].rstrip(".")) for match in re.finditer(r"[^.]+", name)]
-    parts = zip(name.split("."), owners, strict=True)
-    return ".".join(part if isinstance(owner, nn.Sequential) else wildcard(part) for part, owner in parts)
 
 
 def own_rules(model: Any) -> dict[str, Rule]:
@@ -84,6 +76,8 @@ def own_rules(model: Any) -> dict[str, Rule]:
         of_family = families.rules_of(part.config) if isinstance(part, PreTrainedModel) else {}
         of_model = {f"{prefix}.{name}".removeprefix("."): rule for name, rule in of_family.items()}
         rules |= {name: rule for name, rule in of_model.items() if wildcard(name) in names}
+    if model.config.model_type in COMPARED:
+        rules |= found(model, rules, vocabulary(model))
     return rules
 
 

@@ -1,0 +1,150 @@
+"""Rules that are found in the structure of a model: its attentions and MLPs by the sizes of their linear layers."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+
+from torch import nn
+
+from . import rules as plan
+from .decisions import features, is_linear
+from .heads import head_size
+from .rules import Rule, rule_of, wildcard
+
+Linears = Mapping[str, nn.Module]
+_COMPARED = """
+aria audioflamingo3 aya_vision bamba bitnet blip-2 canary cohere2_vision cohere_asr cohere_compass cosmos3_edge
+cosmos3_omni cpmant deepseek_vl deepseek_vl_hybrid diffllama ernie4_5_vl_moe evolla exaone4_5 falcon_h1
+fun_asr_nano fuyu gemma3 gemma4 gemma4_unified git glm46v glm4v glm4v_moe glm5_next glm_ocr glmasr glmga got_ocr2
+gpt-sw3 granite_docling granite_speech granite_speech_plus hunyuan_vl hy_v4_vl hyperclovax_vision_v2 idefics2 idefics3
+internvl kimi_k25 lfm2 lfm2_vl lfm3 lfm3_vl lighton_ocr llava llava_next llava_next_video llava_onevision minicpm_ocr
+minicpmv4_6 minicpmv4_7 minimax_m3_vl mistral3 mistral_large4 mllama molmo2 moshi moss_transcribe_diarize
+musicflamingo omniasr ovis2 paddleocr_vl paligemma pop2piano pp_chart2table qianfan_ocr qwen2_5_vl qwen2_audio
+qwen2_vl qwen3_5 qwen3_5_moe qwen3_asr qwen3_vl qwen3_vl_moe qwen4_exp shieldgemma2 smolvlm speech-encoder-decoder
+step3p7 t5gemma udop video_llama_3 video_llava vipllava vision-encoder-decoder voxtral xlnet
+"""
+COMPARED = frozenset(_COMPARED.split())
+"""Each ``model_type`` for which this was compared with the whole."""
+_LEAST = 1 / 200
+"""The part of a model's parameters from which a layer that nothing is known of is sharded."""
+
+
+def found(model: nn.Module, known: Mapping[str, Rule], ends: Collection[nn.Module | None] = ()) -> dict[str, Rule]:
+    """A rule for each linear layer outside of what ``known`` shards or leaves whole, and of ``ends``, the vocabulary's.
+    The last layer of an attention and of an MLP sums, the others before it are divided by heads and features; a large
+    layer around which the structure is another is divided by itself, and gives whole values."""
+    rules: dict[str, Rule] = {}
+    modules = dict(model.named_modules())
+    ruled = {name for name in (*modules, *dict(model.named_parameters())) if rule_of(name, known) is not None}
+    inside = {name.rpartition(".")[0] for name in ruled} | ruled
+    whole = tuple(f"{name}." for name in ruled if rule_of(name, known) in (plan.REPLICATE, plan.EXPERTS))
+    closed = (*whole, *(f"{name}." for name in inside if name in modules and head_size(modules[name])))
+    users = Counter(id(p) for m in modules.values() for p in m.parameters(recurse=False))
+    free = {
+        name
+        for name, m in modules.items()
+        if is_linear(m) and m not in ends and name not in ruled and not name.startswith(whole)
+        if all(users[id(p)] == 1 for p in m.parameters(recurse=False)) and not _is_read(modules, name)
+    }
+    for name, block in reversed(modules.items()):  # the innermost first
+        if isinstance(block, nn.ModuleList) or is_linear(block) or name in inside or name.startswith(closed):
+            continue
+        linears = {child: m for child, m in _linears(name, block) if child in free}
+        styles = _attention(name, block, linears, modules) if head_size(block) else _mlp(name, block, linears)
+        free -= styles.keys()
+        rules |= {general(model, child): style for child, style in styles.items()}
+    names, least = {name: general(model, name) for name in free}, _LEAST * sum(p.numel() for p in model.parameters())
+    sizes = Counter[str]()
+    for name, pattern in names.items():
+        sizes[pattern] += features(modules[name])[0] * features(modules[name])[1]
+    return rules | {pattern: _alone(modules[name]) for name, pattern in names.items() if sizes[pattern] >= least}
+
+
+def general(model: nn.Module, name: str) -> str:
+    """``name`` with ``*`` for each number but those in an ``nn.Sequential``, whose modules differ."""
+    owners = [model.get_submodule(name[: match.start()].rstrip(".")) for match in re.finditer(r"[^.]+", name)]
+    parts = zip(name.split("."), owners, strict=True)
+    return ".".join(part if isinstance(owner, nn.Sequential) else wildcard(part) for part, owner in parts)
+
+
+def _alone(module: nn.Module) -> Rule:
+    """By the side that more degrees divide."""
+    inputs, outputs = (size & -size for size in features(module))
+    return plan.COLUMN_GATHERED if outputs >= min(inputs, 64) else plan.ROW_SPLIT
+
+
+def _is_read(modules: Mapping[str, nn.Module], name: str) -> bool:
+    """Whether the module around it reads its weight, where it could call it, or it has a forward of its own."""
+    owner, _, leaf = name.rpartition(".")
+    kind = type(modules[owner])
+    if isinstance(modules[name], nn.Linear) and type(modules[name]).forward is not nn.Linear.forward:
+        return True
+    if isinstance(modules[owner], nn.Sequential | nn.ModuleList):
+        return False
+    try:
+        return re.search(rf"self\.{leaf}\.(weight|bias)\b(?!\.(dtype|device))", inspect.getsource(kind)) is not None
+    except (OSError, TypeError):
+        return True
+
+
+def _linears(name: str, block: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Those of ``block``, and of the modules in it that are no attention and have one."""
+    for child, module in block.named_children():
+        if is_linear(module):
+            yield f"{name}.{child}".lstrip("."), module
+        elif not isinstance(module, nn.ModuleList | nn.ModuleDict) and not head_size(module):
+            inner = [(n, m) for n, m in module.named_children() if is_linear(m)]
+            yield from ((f"{name}.{child}.{n}".lstrip("."), m) for n, m in inner if len(inner) == 1)
+
+
+def _attention(name: str, block: nn.Module, linears: Linears, modules: Mapping[str, nn.Module]) -> dict[str, Rule]:
+    """Queries, keys and values, side by side or in one, and the layer that reads the values of all heads."""
+    size = head_size(block) or 1
+    direct: dict[str, nn.Module] = {child: m for child, m in linears.items() if child.rpartition(".")[0] == name}
+    outer = modules[name.rpartition(".")[0]]
+    if len(direct) == 3 and not isinstance(outer, nn.ModuleList):  # the last layer may be in a module beside this one
+        beside = [pair for pair in _linears(name.rpartition(".")[0], outer) if not pair[0].startswith(f"{name}.")]
+        width = max(features(m)[1] for m in direct.values())
+        if len(beside) == 1 and features(beside[0][1])[0] == width:
+            direct[beside[0][0]] = beside[0][1]
+    if len(direct) not in (2, 4) or len(direct) != len(linears.keys() | direct.keys()):
+        return {}
+    *columns, row = direct
+    width, wide = features(direct[row])
+    if width % size or any(features(direct[child])[1] % size for child in columns):
+        return {}
+    styles: dict[str, Rule] = {**dict.fromkeys(columns, plan.COLUMN), row: plan.ROW}
+    if len(columns) == 1:
+        if features(direct[columns[0]])[1] <= width:
+            return {}
+        styles[columns[0]] = plan.QKV_COLUMN
+    for child, part in block.named_children():
+        shapes = {tuple(p.shape) for p in part.parameters()}
+        if f"{name}.{child}" in direct or not shapes or (shapes <= {(wide,)} and wide != width):
+            continue
+        if shapes != {(size,)}:
+            return {}
+        styles[f"{name}.{child}"] = plan.SUMMED
+    return {} if any(True for _ in block.parameters(recurse=False)) else styles
+
+
+def _mlp(name: str, block: nn.Module, linears: Linears) -> dict[str, Rule]:
+    """Layers to the inner features, or one to both halves of a gated layer's, and the one back."""
+    if len(linears) not in (2, 3):
+        return {}
+    *columns, row = linears
+    width, wide = features(linears[row])
+    shapes = {features(linears[child])[1] for child in columns}
+    near = [m for child, m in block.named_modules() if f"{name}.{child}".lstrip(".") not in linears]
+    others = {tuple(p.shape) for m in near for p in m.parameters(recurse=False)}
+    alone = all(child.rpartition(".")[0] == name for child in linears)
+    if (others and alone) or width == wide or (width,) in others:
+        return {}
+    if shapes == {width}:
+        return {**dict.fromkeys(columns, plan.COLUMN), row: plan.ROW}
+    if shapes == {2 * width} and len(columns) == 1:
+        return {columns[0]: plan.PACKED_COLUMN, row: plan.ROW}
+    return {}

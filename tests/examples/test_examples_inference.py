@@ -144,7 +144,11 @@ class TestFilling:
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_documented_calls(tmp_path):
+@pytest.mark.parametrize("variables", [{}, {"TPCORE_BACKEND": "neuron", "TPCORE_NEURON_LIMITS": "2.33"}], ids=len)
+def test_documented_calls(tmp_path, monkeypatch, variables):
+    """On CPUs, and as they are on the stand-in for Neuron's native road."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
     printed = run("nxd_inference.py", "--layers", 1, "--hidden_size", 128, cwd=tmp_path)
     assert printed.count("difference") == 2
     assert "same meaning: unsharded" in printed

@@ -116,9 +116,10 @@ INHERITED = {
 }
 """What subclasses of another library's classes override, or read of themselves."""
 STAND_IN = {
-    "tpcore_neuron.stand_in.device": "_C _DummyBackendModule _ExcludeDispatchKeyGuard _fused_sdp_choice "
+    "tpcore_neuron.stand_in.compiler": "_dynamo _functorch _pytree",
+    "tpcore_neuron.stand_in.device": "_C _DummyBackendModule _ExcludeDispatchKeyGuard _fused_sdp_choice _guards "
     "_index_put_impl_ _is_zerotensor _make_wrapper_subclass _pytree _setup_privateuseone_for_python_backend _to_copy",
-    "tpcore_neuron.stand_in.group": "_C _distributed_c10d _pytree",
+    "tpcore_neuron.stand_in.group": "_C _distributed_c10d _pytree _resolve_process_group",
 }
 """What a device and a process group that are written in Python are made of, in torch 2.13 and later."""
 ANYWHERE = {

@@ -209,6 +209,8 @@ class NativeBackend(C10dBackend):
         unequal_parts=False,
         broadcasts=False,
         functional=True,
+        tracing=True,
+        dynamic_shapes=False,
     )
     transport = "neuron"
     lazy = True  # whatever the device: it is known after the start
@@ -226,6 +228,12 @@ class NativeBackend(C10dBackend):
     @classmethod
     def most_ranks(cls) -> int | None:
         return None if LIMITS.is_set else platform.visible_cores("trn2")
+
+    @classmethod
+    def compile_ahead(cls, command: Sequence[str], world: int | None) -> list[ProgramInfo]:
+        from .compile_ahead import compile_native
+
+        return compile_native(command, world)
 
     @classmethod
     def remark(cls) -> str:
@@ -252,6 +260,18 @@ class NativeBackend(C10dBackend):
 
     def device(self) -> torch.device:
         return self._device
+
+    def trace(
+        self, fn: Function, weights: Mapping[str, Tensor], inputs: Sequence[Tensor], dims: Dims, folder: Path
+    ) -> None:
+        from . import native_programs  # torch.export takes a second to import
+
+        native_programs.trace(fn, weights, inputs, current(), folder)
+
+    def load_program(self, folder: Path, weights: Mapping[str, Tensor]) -> LoadedProgram:
+        from . import native_programs
+
+        return native_programs.load(folder, weights, current())
 
     def _settle(self, pg: Any) -> None:
         """No connections are made later, and a sum on the device would be one more program to compile."""

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from tpcore.backend.interface import ProgramInfo
 from tpcore.errors import BackendError
+from tpcore.processes.launch import launch
+from tpcore.settings import CHECK
 
+from . import platform
 from .replicas.stablehlo import HloProgram
-from .settings import EXTRACT_ONLY
+from .settings import AUTOLOAD, COMPILE_ONLY, EXTRACT_ONLY, LIMITS, TARGET
+from .stand_in.device import install
+from .stand_in.limits import SDK
 from .testing import programs, run_replicas
 
 HOUR = 3600.0
@@ -32,6 +39,26 @@ def compile_ahead(command: Sequence[str], world: int | None) -> list[ProgramInfo
         subprocess.run([tool, *torchrun, *script], check=True)
     first = {p.digest: p for p in reversed(programs)}
     return [_info(first[digest], times) for digest, times in Counter(p.digest for p in programs).items()]
+
+
+def compile_native(command: Sequence[str], world: int | None) -> list[ProgramInfo]:
+    """Run ``command`` on the stand-in and describe each graph that it has compiled. Where AWS's native PyTorch is
+    installed, it then runs the command too, as a compiler alone, which fills its cache without a device."""
+    world, script = _parse(list(command), world)
+    # checks of every call keep torch.compile from making graphs
+    stand_in = {LIMITS.name: LIMITS.text() or SDK, AUTOLOAD.name: "0", CHECK.name: "0"}
+    programs = launch(_run_natively, world, args=(script,), timeout=HOUR, env=stand_in)[0]
+    if platform.installed("torch-neuronx") is not None:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={world}"]
+        chip = {COMPILE_ONLY.name: "1", TARGET.name: TARGET.get()}
+        environment = {name: value for name, value in os.environ.items() if name != LIMITS.name}
+        subprocess.run([*torchrun, *script], check=True, env=environment | chip)
+    return [replace(info, runs=runs) for info, runs in programs.items()]
+
+
+def _run_natively(script: list[str]) -> dict[ProgramInfo, int]:
+    _run(script)
+    return dict(install().programs)
 
 
 def _parse(command: list[str], world: int | None) -> tuple[int, list[str]]:
@@ -52,6 +79,11 @@ def _parse(command: list[str], world: int | None) -> tuple[int, list[str]]:
 
 
 def _run_script(script: list[str]) -> list[HloProgram]:
+    _run(script)
+    return [p for p in programs() if p.operations]
+
+
+def _run(script: list[str]) -> None:
     path, *arguments = script[1:] if script[0] == "-m" else script
     if script[0] == "-m":
         spec = importlib.util.find_spec(path)
@@ -70,7 +102,6 @@ def _run_script(script: list[str]) -> list[HloProgram]:
     except SystemExit as end:
         if end.code not in (None, 0):
             raise BackendError(f"{path} ended with status {end.code}") from end
-    return [p for p in programs() if p.operations]
 
 
 def _info(program: HloProgram, runs: int) -> ProgramInfo:

@@ -14,6 +14,9 @@ LIMITS = Variable("TPCORE_NEURON_LIMITS", limits.of, frozenset[str]())
 """Set: the native backend runs on the stand-in, under the limits of this SDK, of these names, or none."""
 HOST_CC = Variable("TORCH_NEURONX_ENABLE_HOST_CC", str, "")
 CACHE = Variable("TORCH_NEURONX_NEFF_CACHE_DIR", str, "/tmp/neff_cache")
+COMPILE_ONLY = Variable("TORCH_NEURONX_COMPILE_ONLY", str, "")
+TARGET = Variable("NEURON_PLATFORM_TARGET_OVERRIDE", str, "trn2")
+AUTOLOAD = Variable("TORCH_DEVICE_BACKEND_AUTOLOAD", str, "")
 EXTRACT_ONLY = Variable("NEURON_EXTRACT_GRAPHS_ONLY", str, "")
 
 

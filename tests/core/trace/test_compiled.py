@@ -20,8 +20,9 @@ from tpcore import BackendError, Mesh, PeerLostError
 from tpcore.backend.interface import DynamicDim
 from tpcore.layers.embedding import check_ids
 from tpcore.runtime.context import ParallelContext
+from tpcore.trace.programs import GRAPH
 from tpcore_cpu_gloo import compiled
-from tpcore_cpu_gloo.programs import GRAPH, load
+from tpcore_cpu_gloo.programs import load
 
 TP2 = Mesh({"pp": 1, "dp": 1, "tp": 2})
 

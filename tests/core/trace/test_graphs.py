@@ -17,7 +17,7 @@ from tpcore.errors import BackendError
 from tpcore.layout.mesh import Mesh
 from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
-from tpcore_cpu_gloo.graph import from_json, to_json
+from tpcore.trace.graph import from_json, to_json
 from tpcore_cpu_gloo.programs import load, trace
 
 

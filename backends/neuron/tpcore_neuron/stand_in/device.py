@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
+from tpcore.backend.interface import ProgramInfo
 from tpcore.private import no_torch_function, schema_of
 from tpcore.settings import LOCAL_RANK
 
@@ -71,11 +73,24 @@ class DeviceTensor(Tensor):
         return self.raw.data_ptr()
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        return self.raw.untyped_storage()
+        # the compiler asks for the wrapper's own, which no other tensor has
+        return super().untyped_storage() if _compiles() else self.raw.untyped_storage()
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["raw"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], meta: None, size: Any, stride: Any) -> DeviceTensor:
+        return DeviceTensor(inner["raw"])
 
     @classmethod
     def __torch_dispatch__(cls, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return _device.run(operator, args, kwargs or {})
+
+
+def _compiles() -> bool:
+    """Whether torch.compile makes a graph now, of tensors without values."""
+    return TracingContext.try_get() is not None
 
 
 def raw(x: Any) -> Any:
@@ -92,17 +107,33 @@ def _placed(x: Any) -> Any:
     return DeviceTensor(x.resolve_conj().resolve_neg())  # whose memory has its numbers
 
 
+def _wrapped(x: Any) -> Any:
+    """A tensor of the device that the compiler has made itself, without values and without asking the device."""
+    own = isinstance(x, Tensor) and not isinstance(x, DeviceTensor) and x.device.type == NAME
+    return DeviceTensor(x.to(_CPU)) if own else x
+
+
+def _not_registered(operator: Any, *args: Any) -> Tensor:
+    raise RuntimeError(f"{operator}: there is no process group of {NAME} yet")
+
+
 class StandInDevice(_DummyBackendModule):
     """The module ``torch.neuron``, and how operators run."""
 
     def __init__(self) -> None:
         self.limits = Refusals(())
         self.touched = self.ready = False
+        self.functional: Callable[..., Tensor] = _not_registered
+        """Runs an operator of ``_c10d_functional`` on memory."""
         self.operators: Counter[str] = Counter()
+        self.programs: Counter[ProgramInfo] = Counter()
+        """How often each compiled graph has run."""
+        self.site = ""  # of the last one
 
     def run(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.touched = True
-        self.operators[operator.overloadpacket.__name__] += 1
+        if not _compiles():
+            self.operators[operator.overloadpacket.__name__] += 1
         if operator.overloadpacket is _ATEN._fused_sdp_choice:
             return 0  # by parts: the CPU's own fused operator takes only its tensors
         if operator.overloadpacket is _ATEN.embedding and args[4:] == (True,):
@@ -110,6 +141,8 @@ class StandInDevice(_DummyBackendModule):
             raise NotImplementedError(
                 f"{NAME} (stand-in) has no sparse tensors, and sparse=True makes a sparse gradient"
             )
+        if _compiles():
+            args, kwargs = tree_map(_wrapped, (args, kwargs))
         mine = {id(x.raw): x for x in tree_leaves((args, kwargs)) if isinstance(x, DeviceTensor)}
         here = bool(mine)
         if (asked := kwargs.get("device")) is not None and (here := self._own(torch.device(asked))):
@@ -118,11 +151,19 @@ class StandInDevice(_DummyBackendModule):
             hosts = (x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dim())
             if any(not isinstance(x, DeviceTensor) for x in hosts):
                 raise RuntimeError(f"{operator}: tensors of the CPU and of {NAME} in one operator")
-        out = operator(*tree_map(raw, args), **tree_map(raw, kwargs))
+        out = self.on_memory(operator, tree_map(raw, args), tree_map(raw, kwargs), narrow=here)
         if not here:
             return out
-        self._narrow(operator, args, kwargs, out)
         return tree_map(lambda x: mine[id(x)] if id(x) in mine else _placed(x), out)
+
+    def on_memory(self, operator: Any, args: Any, kwargs: Any, *, narrow: bool = True) -> Any:
+        """Run ``operator`` on the memory of tensors, and round what it has written to the width of the hardware."""
+        if operator.namespace == "_c10d_functional" and not _compiles():
+            return self.functional(operator, *args)
+        out = operator(*args, **kwargs)
+        if narrow and self.limits.narrow and not _compiles():
+            self._narrow(operator, args, kwargs, out)
+        return out
 
     def _own(self, asked: torch.device) -> bool:
         """Whether ``asked`` is this device; RuntimeError for one of another index."""
@@ -131,15 +172,13 @@ class StandInDevice(_DummyBackendModule):
         return asked.type == NAME
 
     def _narrow(self, operator: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Round what ``operator`` has written to the width of the hardware. Views are of what was rounded before."""
-        if not self.limits.narrow:
-            return
+        """Views are of what was rounded before."""
         schema = schema_of(operator)
         written = [x for x, a in zip(args, schema.arguments, strict=False) if a.alias_info and a.alias_info.is_write]
         written += [kwargs[a.name] for a in schema.arguments if a.name in kwargs and a.alias_info]
         if all(r.alias_info is None for r in schema.returns):
             written.append(out)
-        for x in map(raw, tree_leaves(written)):
+        for x in tree_leaves(written):
             if isinstance(x, Tensor) and x.dtype in self.limits.narrow:
                 rounded = x.to(self.limits.narrow[x.dtype]).to(x.dtype)
                 # what is not yet written has any bits, and the least number stands for an infinite one

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from . import compiler
 from .device import NAME, DeviceTensor, install, raw
 from .limits import Refusals
 
@@ -108,6 +109,29 @@ class LimitedGroup(_Base):  # type: ignore[misc]  # its stubs do not say what to
         return self._call("recv", tensors, *args)
 
 
+def functional(operator: Any, x: Tensor, *args: Any) -> Tensor:
+    """An operator of ``_c10d_functional`` on memory. It has ended on return, so that waiting does nothing."""
+    kind = operator.overloadpacket.__name__
+    if kind == "wait_tensor":
+        return x
+    *how, name = args
+    pg, x = dist.distributed_c10d._resolve_process_group(name), x.contiguous()
+    rows = {"all_gather_into_tensor": len(x) * pg.size(), "reduce_scatter_tensor": len(x) // pg.size()}
+    out = x.clone() if kind == "all_reduce" else x.new_empty((rows.get(kind, len(x)), *x.shape[1:]))
+    there, sent = DeviceTensor(out), DeviceTensor(x)
+    if kind == "all_gather_into_tensor":
+        pg._allgather_base(there, sent).wait()
+    elif kind == "all_to_all_single":
+        pg.alltoall_base(there, sent, *how).wait()
+    elif kind == "all_reduce":
+        dist.all_reduce(there, getattr(dist.ReduceOp, how[0].upper()), pg)
+    else:
+        over = c10d.ReduceScatterOptions()
+        over.reduceOp = getattr(dist.ReduceOp, how[0].upper())
+        pg._reduce_scatter_base(there, sent, over).wait()
+    return out
+
+
 def _listed(tensors: Any) -> Any:
     return [tensors] if isinstance(tensors, Tensor) else tensors
 
@@ -120,4 +144,6 @@ def register(names: frozenset[str]) -> None:
     """Make the device ``neuron`` and the backend of that name for torch.distributed, under the limits of ``names``."""
     install().limits = Refusals(names)
     if not hasattr(dist.Backend, NAME.upper()):
+        compiler.register()
+        install().functional = functional
         dist.Backend.register_backend(NAME, LimitedGroup, devices=[NAME])

@@ -14,6 +14,7 @@ SDK = "2.33"
 """The newest SDK that the table has been compared with."""
 _GROUP = "torch_neuronx/distributed/backend.py, class ProcessGroupNeuron, of the source before SDK 2.33"
 _OPERATION = "the operation's can_handle in torch_neuronx/python_ops/xla_ops, of the source before SDK 2.33"
+_COMPILER = "AWS's reference of torch.compile's backend, 14 Oct 2026"
 _USERS = "users' reports of Trn2, betas 2 and 3 of 2026"
 
 
@@ -46,6 +47,8 @@ TABLE = (
     Limit("other_device", "tensors of another device in a collective", RuntimeError, f"{_OPERATION}: all"),
     Limit("early_device", "a device in use before the process group is made", AssertionError, f"{_GROUP}: __init__"),
     Limit("other_index", "a device of another index than the process's own", RuntimeError, _USERS),
+    Limit("dynamic", "dynamic sizes in a compiled graph", RuntimeError, f"{_COMPILER}, dynamic"),
+    Limit("graph_operators", "operators in a compiled graph that are not torch's own", RuntimeError, _COMPILER),
     Limit("signed_zeros", "broadcast is a sum with zeros: -0.0 arrives as 0.0", None, f"{_GROUP}: broadcast"),
     Limit("float64", "64-bit floating point is computed in 32 bits", None, "AWS's page on 64-bit dtypes, 8 Oct 2026"),
     Limit("int64", "64-bit whole numbers keep their lower 32 bits", None, "AWS's page on 64-bit dtypes, 8 Oct 2026"),

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
-from tpcore.errors import BackendError
-from tpcore.private import HigherOrderOperator, OpOverload
+from ..errors import BackendError
+from ..private import HigherOrderOperator, OpOverload
 
 JSON = Any
 _ON_NUMBERS = "add sub mul truediv floordiv mod neg pow lt le gt ge eq ne and_ or_ not_ lshift rshift getitem"

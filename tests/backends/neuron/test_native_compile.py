@@ -1,0 +1,160 @@
+"""torch.compile and traced models on the stand-in for Neuron: graphs that its compiler takes, and the same values."""
+
+from __future__ import annotations
+
+import subprocess
+from contextvars import Context
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.rank_pool import RankPool
+from helpers.stand_in import CLOSE, UNDER, counted, ranks_on_the_stand_in  # noqa: F401  the fixture
+from torch import Tensor, nn
+
+import tpcore
+from tpcore import Mesh, ParallelContext
+from tpcore.comm.comm import Comm
+from tpcore.layers import move_model_to_device
+from tpcore.runtime.context import enter_process, leave_process
+from tpcore.testing.kit.programs import traced_program
+from tpcore_neuron import NativeBackend, platform
+from tpcore_neuron.stand_in.device import install
+
+pytestmark = pytest.mark.xdist_group("native")
+TWO = Mesh({"dp": 1, "tp": 2})
+HIDDEN, HEADS, VOCAB = 16, 4, 12
+
+
+class Block(nn.Module):
+    """A transformer block between an embedding and a loss."""
+
+    def __init__(self, tokens: bool) -> None:
+        super().__init__()
+        spread = {"sequence_dim": 1 if tokens else None}
+        self.embed = tpcore.ParallelEmbedding(VOCAB, HIDDEN, **spread)
+        self.norm = tpcore.RMSNorm(HIDDEN, sequence_parallel=tokens)
+        self.qkv = tpcore.ParallelQKV(HIDDEN, HEADS, 1, fused=True, bias=True, **spread)
+        self.out = tpcore.RowParallelLinear(HIDDEN, HIDDEN, input_is_parallel=True, **spread)
+        self.head = tpcore.ColumnParallelLinear(HIDDEN, VOCAB, gather_output=False, **spread)
+
+    def forward(self, ids: Tensor, target: Tensor) -> Tensor:
+        x = self.embed(ids)
+        parts = [t.unflatten(-1, (-1, self.qkv.head_dim)).transpose(1, 2) for t in self.qkv(self.norm(x))]
+        y = F.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True)
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        return tpcore.parallel_cross_entropy(self.head(x), target, 0.1).mean()
+
+
+def step(run: Any, model: nn.Module, ids: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    loss = run(ids[:, :-1], ids[:, 1:])
+    loss.backward()
+    return [loss.detach().cpu(), *(p.grad.cpu() for p in model.parameters() if p.grad is not None)]
+
+
+def as_after_init(ctx: ParallelContext, fn: Any, *args: Any) -> Any:
+    """The context as a program has it, which calls ``tpcore.init``; the pool enters it for a block."""
+    torch._dynamo.reset()
+    enter_process(ctx)
+    try:
+        return Context().run(fn, ctx, *args)
+    finally:
+        leave_process()
+
+
+def alike(ctx: ParallelContext, tokens: bool) -> tuple[set[str], dict[str, int]]:
+    """The collectives of the graphs of steps that equal eager ones."""
+    refused = counted(ctx)
+    install().programs.clear()
+    torch.manual_seed(0)
+    model = move_model_to_device(Block(tokens), ctx.device)
+    compiled = torch.compile(model, backend="neuron", fullgraph=True, dynamic=False)
+    for ids in torch.randint(VOCAB, (2, 2, 9)).to(ctx.device):
+        torch.testing.assert_close(step(compiled, model, ids), step(model, model, ids), **CLOSE)
+    assert [*install().programs.values()] == [2, 2]  # forward and backward, each compiled once
+    return {info.collectives for info in install().programs}, dict(refused)
+
+
+@pytest.mark.slow
+def test_a_compiled_block_equals_the_eager_one_and_nothing_is_refused(ranks: RankPool) -> None:
+    for tokens in (False, True):
+        for found, refused in ranks.run(TWO, as_after_init, alike, tokens, timeout=300, **UNDER):
+            assert refused == {}
+            assert ("reduce_scatter_tensor" in " ".join(found)) == tokens
+            assert len(found) == 2
+
+
+def refused_graphs(ctx: ParallelContext) -> dict[str, str]:
+    """What graphs end in that the compiler does not take; the second is that of a backend which asks for no
+    functional collectives."""
+    backend, x, found = ctx.backend, torch.ones(4, 4).to(ctx.device), {}
+    backend.capabilities = replace(backend.capabilities, functional=False)  # type: ignore[misc]
+    unmended: Comm = backend.comm(ctx.comm("tp").group, ctx.rank)
+    runs: dict[str, Any] = {
+        "dynamic": torch.compile(torch.cos, backend="neuron", dynamic=True),
+        "graph_operators": torch.compile(unmended.all_reduce, backend="neuron", fullgraph=True),
+    }
+    for name, run in runs.items():
+        install().limits.refused.clear()
+        with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as wrong:
+            run(x)
+        found[name] = str(wrong.value)
+        assert install().limits.refused == {name: 1}
+    return found
+
+
+def test_dynamic_sizes_and_operators_of_others_are_refused_in_graphs(ranks: RankPool) -> None:
+    for found in ranks.run(TWO, as_after_init, refused_graphs, timeout=300, **UNDER):
+        assert "refuses dynamic sizes in a compiled graph: s" in found["dynamic"]
+        assert (
+            "operators in a compiled graph that are not torch's own: tpcore.all_reduce.default"
+            in found["graph_operators"]
+        )
+
+
+def served(ctx: ParallelContext) -> tuple[list[str], dict[str, int]]:
+    """The kit's checks of a traced model."""
+    refused = counted(ctx)
+    return list(traced_program(ctx)), dict(refused)
+
+
+def test_a_traced_model_computes_what_the_plain_one_does(ranks: RankPool) -> None:
+    assert ranks.run(TWO, as_after_init, served, timeout=300, **UNDER) == [([], {})] * 2
+
+
+SCRIPT = """
+import torch
+import tpcore
+
+ctx = tpcore.init(backend="neuron", tp=2)
+layer = tpcore.RowParallelLinear(8, 6, input_is_parallel=True)
+run = torch.compile(tpcore.layers.move_model_to_device(layer, ctx.device), backend="neuron", fullgraph=True)
+for step in range(3):
+    run(torch.ones(4, 4).to(ctx.device)).sum().backward()
+tpcore.shutdown()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_scripts_graphs_are_listed_and_given_to_the_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    script, given = str(tmp_path / "train.py"), list[Any]()
+    command = ["torchrun", "--nproc_per_node=2", script]
+    forward, backward = NativeBackend.compile_ahead(command, None)
+    assert (forward.runs, backward.runs) == (3, 3)
+    assert (forward.collectives, backward.collectives) == ("1 all_reduce", "")
+    assert forward.site == f"{script}:9 in <module>"
+    # where AWS's package is, the job runs once more, as a compiler alone and not on the stand-in
+    monkeypatch.setattr(platform, "installed", lambda name: "2.14.3")
+    monkeypatch.setattr(subprocess, "run", lambda words, check, env: given.append((words, env)))
+    monkeypatch.setenv("TPCORE_NEURON_LIMITS", "2.33")
+    NativeBackend.compile_ahead(command, None)
+    ((words, env),) = given
+    assert words[1:] == ["-m", "torch.distributed.run", "--nproc_per_node=2", script]
+    assert (env["TORCH_NEURONX_COMPILE_ONLY"], env["NEURON_PLATFORM_TARGET_OVERRIDE"]) == ("1", "trn2")
+    assert "TPCORE_NEURON_LIMITS" not in env

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import shutil
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from pathlib import Path
 from tpcore.backend.interface import ProgramInfo
 from tpcore.errors import BackendError
 from tpcore.processes.launch import launch
-from tpcore.settings import CHECK
+from tpcore.settings import CHECK, environment
 
 from . import platform
 from .replicas.stablehlo import HloProgram
@@ -51,8 +50,8 @@ def compile_native(command: Sequence[str], world: int | None) -> list[ProgramInf
     if platform.installed("torch-neuronx") is not None:
         torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={world}"]
         chip = {COMPILE_ONLY.name: "1", TARGET.name: TARGET.get()}
-        environment = {name: value for name, value in os.environ.items() if name != LIMITS.name}
-        subprocess.run([*torchrun, *script], check=True, env=environment | chip)
+        variables = {name: value for name, value in environment().items() if name != LIMITS.name}
+        subprocess.run([*torchrun, *script], check=True, env=variables | chip)
     return [replace(info, runs=runs) for info, runs in programs.items()]
 
 

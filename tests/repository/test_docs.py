@@ -311,13 +311,13 @@ DEFAULT = r"`(\w+)` \(default\)|default `(\w+)`\)"
 
 
 def test_environment_page_has_every_variable() -> None:
-    """Each ``Variable`` of ``tpcore.settings`` and of the backends once, and no other; a default is the code's."""
+    """Each ``Variable`` of ``tpcore.settings``, the backends and ``tpcore_serve`` once, no other, with its default."""
     from tpcore.settings import Variable  # here: a page's process is spared it
 
     modules = ("tpcore.settings", "tpcore_cpu_gloo.backend", "tpcore_cuda", "tpcore_cuda.backend")
     variables = {
         v.name: v
-        for module in (*modules, "tpcore_neuron.settings")
+        for module in (*modules, "tpcore_neuron.settings", "tpcore_serve")
         for v in vars(importlib.import_module(module)).values()
         if isinstance(v, Variable)
     }

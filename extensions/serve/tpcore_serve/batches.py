@@ -39,6 +39,7 @@ class Batches(CBGenerateManager):
         super().__init__()
         self._cb: Any = engine
         self.limit, self._most = limit, most
+        self.totals = dict.fromkeys(("requests", "requests_refused", "prompt_tokens", "generated_tokens"), 0)
 
     def counts(self) -> tuple[int, int]:
         """Requests in the engine's batch, and those that wait for a place in it."""
@@ -60,6 +61,7 @@ class Batches(CBGenerateManager):
         if not self.is_alive():
             raise HTTPException(503, _ENDED)
         if len(self._cb.output_router.result_handlers) >= self._most:
+            self.totals["requests_refused"] += 1
             raise HTTPException(429, f"{self._most} requests are open, and no more are taken: try again later")
 
     def generate_streaming(
@@ -82,7 +84,8 @@ class Batches(CBGenerateManager):
             if response_parser._spec.truncate_past_last_anchor(prompt) == prompt:  # else it begins with the prompt
                 response_parser.initial_events = []
         text = Text(processor, ids if gen_config.continues else [], special=response_parser is not None)
-        stream = Stream(self._cb, request_id, text, loop, queue, response_parser=response_parser, config=gen_config)
+        options = {"response_parser": response_parser, "config": gen_config, "totals": self.totals}
+        stream = Stream(self._cb, request_id, text, loop, queue, **options)
         self._cb.register_result_handler(request_id, stream.take)
         accepted = self._cb.add_request(
             ids,
@@ -98,6 +101,8 @@ class Batches(CBGenerateManager):
         if accepted is None:
             self._cb.output_router.result_handlers.pop(request_id)
             raise HTTPException(503, _ENDED)
+        self.totals["requests"] += 1
+        self.totals["prompt_tokens"] += len(ids)
         return queue, stream
 
     async def generate_non_streaming(
@@ -132,11 +137,13 @@ class Failure(_StreamError):
 class Stream(CBStreamer):
     """The text of one request, up to the first of the strings at which it stops."""
 
-    def __init__(self, engine: Any, request_id: str, text: Text, *args: Any, config: Any, **options: Any) -> None:
-        """``config``: of the generation, with ``stop_strings``."""
+    def __init__(
+        self, engine: Any, request_id: str, text: Text, *args: Any, config: Any, totals: dict[str, int], **options: Any
+    ) -> None:
+        """``config``: of the generation, with ``stop_strings``. ``totals``: where tokens are counted."""
         nothing: Any = None  # for transformers' decoder
         super().__init__(engine, request_id, nothing, *args, **options)
-        self._text = text
+        self._text, self._totals = text, totals
         self._config, self._pending, self._over = config, "", False
         stops, ends = config.stop_strings or [], config.eos_token_id
         self._stops = [stops] if isinstance(stops, str) else stops
@@ -164,6 +171,7 @@ class Stream(CBStreamer):
         for token in output.generated_tokens[len(self.tokens) :]:
             self.tokens.append(token)
             self.total_tokens += 1
+            self._totals["generated_tokens"] += 1
             if self._parser is not None or token not in self._ends:  # a template may name the end token
                 self._feed(self._text.add(token))
             if self._over:

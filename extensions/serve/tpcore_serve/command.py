@@ -19,6 +19,8 @@ from tpcore.cli.console import echo
 from tpcore.errors import described, extra
 from tpcore.processes.launch import Processes, serving_environment
 
+from . import API_KEY
+
 _RANK = "tpcore_serve.rank"
 _GRACE = 4.0  # seconds for the first rank to answer open requests after another one was lost
 _PATIENCE = 15.0  # seconds for open requests when the server is told to end
@@ -35,6 +37,7 @@ def serve(
     name: str = typer.Option("", help="The model's name in requests. Default: the folder's."),
     max_length: int = typer.Option(2048, min=2, help="Tokens of a prompt and its answer, at most the model's."),
     max_requests: int = typer.Option(64, min=1, help="Open requests; more are told to try again."),
+    api_key: str = typer.Option("", help=f"Which clients have to say. Default: {API_KEY.name}, else none."),
     backend: str = typer.Option("", help="Default: what tpcore.init takes here."),
     timeout: float = typer.Option(60.0, min=1, help="Seconds that a rank waits for the others."),
 ) -> None:
@@ -60,6 +63,7 @@ def serve(
     options = {"folder": str(folder), "tp": tp, "dtype": dtype, "name": name or folder.resolve().name}
     options |= {"length": max_length, "requests": max_requests, "backend": backend or None, "timeout": timeout}
     options["hosts"] = [host, *allow_host]
+    key = {API_KEY.name: api_key or API_KEY.text()}  # an argument of the ranks would stand in the list of processes
     try:
         listener = socket.create_server((host, port))
     except OSError as e:
@@ -68,19 +72,19 @@ def serve(
     handlers = {n: signal.signal(n, lambda n, _: ended.append(n)) for n in (signal.SIGTERM, signal.SIGINT)}
     try:
         with listener:
-            raise typer.Exit(_rounds(options, listener, ended))
+            raise typer.Exit(_rounds(options, key, listener, ended))
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
-def _rounds(options: dict[str, Any], listener: socket.socket, ended: list[int]) -> int:
+def _rounds(options: dict[str, Any], key: dict[str, str], listener: socket.socket, ended: list[int]) -> int:
     """Start the ranks, again after each loss. The exit code: 1 if they never came to serve, or twice in a row."""
     url = "http://{}:{}".format(*listener.getsockname()[:2])
     before = False  # whether they served the last time: what ended one rank may end it once more while it starts
     while True:
         started = time.monotonic()
-        served, lost = _round(options, listener, ended, url)
+        served, lost = _round(options, key, listener, ended, url)
         if ended:
             return 0
         if not (served or before):
@@ -90,7 +94,9 @@ def _rounds(options: dict[str, Any], listener: socket.socket, ended: list[int]) 
         before = served
 
 
-def _round(options: dict[str, Any], listener: socket.socket, ended: list[int], url: str) -> tuple[bool, str]:
+def _round(
+    options: dict[str, Any], key: dict[str, str], listener: socket.socket, ended: list[int], url: str
+) -> tuple[bool, str]:
     """From the start of the ranks to their end: whether they served, and why they ended."""
     processes, (store, job), (ready, write) = Processes(), host_store(), os.pipe()
     os.set_blocking(ready, False)
@@ -98,7 +104,7 @@ def _round(options: dict[str, Any], listener: socket.socket, ended: list[int], u
     try:
         for rank in range(tp):
             arguments, fds = (listener.fileno(), write, json.dumps(options)), (listener.fileno(), write)
-            processes.start(_RANK, arguments, environment=serving_environment(rank, tp, job), fds=fds)
+            processes.start(_RANK, arguments, environment=serving_environment(rank, tp, job) | key, fds=fds)
         while not ended and all(p.poll() is None for p in processes.all):
             with suppress(BlockingIOError):
                 if os.read(ready, 1):

@@ -1,8 +1,9 @@
-"""Who is let in: connections that come to say something, and requests that no foreign page has made."""
+"""Who is let in: connections that come to say something, requests with the key, that no foreign page has made."""
 
 from __future__ import annotations
 
 import asyncio
+import hmac
 import resource
 from collections.abc import Callable
 from ipaddress import ip_address
@@ -56,19 +57,24 @@ class Connection(H11Protocol):
 class Door:
     """Refuses what a page in a browser makes others send: its name for this host, its origin, its kinds of content."""
 
-    def __init__(self, app: Any, hosts: tuple[str, ...], refused: Callable[[int, str], Any]) -> None:
-        """``hosts``: names of this server; "*" admits all, "0.0.0.0" and "::" every address."""
+    def __init__(self, app: Any, hosts: tuple[str, ...], refused: Callable[[int, str], Any], key: str = "") -> None:
+        """``hosts``: names of this server; "*" admits all, "0.0.0.0" and "::" every address. ``key``: which requests
+        have to say, but for /health, if it is not empty."""
+        self._key = f"Bearer {key}".encode() if key else b""
         self._app, self._hosts, self._refused = app, {host.lower() for host in hosts}, refused
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        wrong = self._wrong(scope["method"], Headers(scope=scope)) if scope["type"] == "http" else None
+        wrong = self._wrong(scope["method"], scope["path"], Headers(scope=scope)) if scope["type"] == "http" else None
         await (self._app if wrong is None else self._refused(*wrong))(scope, receive, send)
 
-    def _wrong(self, method: str, headers: Headers) -> tuple[int, str] | None:
+    def _wrong(self, method: str, path: str, headers: Headers) -> tuple[int, str] | None:
         for name, url in {"host": f"//{headers.get('host', '')}", "origin": headers.get("origin")}.items():
             if url is not None and not self._admits(url):
                 value = headers.get(name, "")
                 return 403, f"{name} {value!r} is none of this server's: tpcore serve --allow-host NAME admits it"
+        said = headers.get("authorization", "").encode("latin-1")
+        if self._key and path != "/health" and not hmac.compare_digest(said, self._key):
+            return 401, "this server has an API key: a request says it as 'Authorization: Bearer KEY'"
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if method == "POST" and kind != "application/json":
             return 415, f"content-type {kind!r}: a request is application/json"

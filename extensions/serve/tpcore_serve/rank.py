@@ -29,6 +29,7 @@ from tpcore.runtime.memory import keep_freed_memory
 from tpcore_hf import lazy, parallelize
 from tpcore_hf.generate.cached import longrope_length
 
+from . import API_KEY
 from .batches import Batches, sample_by_request
 from .doors import LOCAL, Connection, connections
 from .server import application
@@ -137,7 +138,7 @@ def main(lifeline: int, fd: int, ready: int, options: dict[str, Any]) -> int:
         return _failed(engine)
     tokenizer = transformers.AutoTokenizer.from_pretrained(options["folder"])
     batches = Batches(engine, limit, options["requests"])
-    app = application(options["name"], model, tokenizer, batches, (*LOCAL, *options["hosts"]))
+    app = application(options["name"], model, tokenizer, batches, (*LOCAL, *options["hosts"]), API_KEY.get())
     if asyncio.run(_served(app, engine, batches, socket.socket(fileno=fd), ready)):
         engine.stop(block=True, timeout=_PATIENCE, hard_stop=True)
         return 0

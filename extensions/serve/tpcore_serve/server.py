@@ -34,10 +34,12 @@ _CLOSED = 499  # nginx's status for a client that left
 _POLL = 0.25  # seconds between looks whether a client is there
 
 
-def application(name: str, model: Any, tokenizer: Any, batches: Batches, hosts: tuple[str, ...] = LOCAL) -> FastAPI:
-    """``name``: the model's in requests. ``hosts``: the server's."""
+def application(
+    name: str, model: Any, tokenizer: Any, batches: Batches, hosts: tuple[str, ...] = LOCAL, key: str = ""
+) -> FastAPI:
+    """``name``: the model's in requests. ``hosts``: the server's. ``key``: of its clients; empty: they need none."""
     app = FastAPI(openapi_url=None)
-    app.add_middleware(Door, hosts=hosts, refused=failure)
+    app.add_middleware(Door, hosts=hosts, refused=failure, key=key)
     served = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "tpcore"}
     state = _handler_state(name, model, tokenizer, batches)
     chat, completions = Chat(state, state), Completions(state, state)
@@ -65,11 +67,24 @@ def application(name: str, model: Any, tokenizer: Any, batches: Batches, hosts: 
         running, waiting = batches.counts()
         return JSONResponse({"status": "ok", "running": running, "waiting": waiting})
 
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(_metrics(batches), media_type="text/plain; version=0.0.4; charset=utf-8")
+
     @app.exception_handler(RouteError)
     async def no_route(request: Request, error: RouteError) -> Response:
         return failure(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
 
     return app
+
+
+def _metrics(batches: Batches) -> str:
+    """In the text form of Prometheus."""
+    running, waiting = batches.counts()
+    gauges = {"requests_running": running, "requests_waiting": waiting, "up": int(batches.is_alive())}
+    lines = [(name, "gauge", value) for name, value in gauges.items()]
+    lines += [(f"{name}_total", "counter", value) for name, value in batches.totals.items()]
+    return "".join(f"# TYPE tpcore_{name} {kind}\ntpcore_{name} {value}\n" for name, kind, value in lines)
 
 
 def _handler_state(name: str, model: Any, tokenizer: Any, batches: Batches) -> Any:

@@ -96,7 +96,7 @@ class Script:
         self.output_router.deliver_batch(outputs)
 
 
-def served(fields: dict[str, Any]) -> tuple[Any, Script, Batches]:
+def served(fields: dict[str, Any], key: str = "") -> tuple[Any, Script, Batches]:
     """The application, and the engine behind it."""
     text = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
     text.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -107,7 +107,7 @@ def served(fields: dict[str, Any]) -> tuple[Any, Script, Batches]:
     model = SimpleNamespace(generation_config=ends, config=SimpleNamespace(model_type="none"))
     engine = Script()
     batches = Batches(engine, 64, 8)
-    return application("org/tiny", model, tokenizer, batches), engine, batches
+    return application("org/tiny", model, tokenizer, batches, key=key), engine, batches
 
 
 @pytest.fixture

@@ -86,6 +86,37 @@ def test_a_refusal_is_told_as_other_errors_are() -> None:
     assert "origin 'https://evil.org' is none of this server's: tpcore serve --allow-host NAME admits it" in message
 
 
+@pytest.mark.parametrize(("said", "wanted"), [("Bearer k\u00fc", 200), ("Bearer -", 401), ("kü", 401), (None, 401)])
+def test_a_key_is_asked_of_all_but_health(said: str | None, wanted: int) -> None:
+    app = served(FIELDS, key="kü")[0]
+
+    async def ask() -> tuple[int, int, int]:
+        headers: Any = {} if said is None else {"authorization": said.encode()}
+        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://localhost") as client:
+            got = [await client.get(path, headers=headers) for path in ("/v1/models", "/metrics")]
+            return got[0].status_code, got[1].status_code, (await client.get("/health")).status_code
+
+    assert asyncio.run(ask()) == (wanted, wanted, 200)
+
+
+def test_metrics_count_requests_and_tokens() -> None:
+    async def ask(client: openai.AsyncOpenAI, _: Script) -> tuple[str, Any]:
+        usage = (await client.completions.create(model="org/tiny", prompt="w4 w4", temperature=0)).usage
+        return (await client._client.get("http://localhost/metrics")).text, usage
+
+    text, usage = asking(served(FIELDS))(ask)
+    values = dict(line.split() for line in text.splitlines() if not line.startswith("#"))
+    assert values == {
+        "tpcore_requests_running": values["tpcore_requests_running"],
+        "tpcore_requests_waiting": "0",
+        "tpcore_up": "1",
+        "tpcore_requests_total": "1",
+        "tpcore_requests_refused_total": "0",
+        "tpcore_prompt_tokens_total": str(usage.prompt_tokens),
+        "tpcore_generated_tokens_total": str(usage.completion_tokens),
+    }
+
+
 @pytest.fixture
 def listening() -> Iterator[Callable[[Callable[[int, Script], Awaitable[Any]]], Any]]:
     """Runs a function of the port of a server, and its engine."""

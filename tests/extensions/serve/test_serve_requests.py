@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import types
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -101,7 +102,9 @@ def test_an_answer_whose_last_token_ends_it_is_no_answer_cut_short(
         cancel_request=lambda _: None, output_router=types.SimpleNamespace(result_handlers={})
     )
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=text, unk_token="w0")
-    stream = Stream(engine, "one", Text(tokenizer, [], special=False), None, asyncio.Queue(), config=config)
+    stream = Stream(
+        engine, "one", Text(tokenizer, [], special=False), None, asyncio.Queue(), config=config, totals=Counter()
+    )
     stream.take(GenerationOutput("one", generated_tokens=tokens, status=RequestStatus.FINISHED))
     assert (config.max_new_tokens is None) == end
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -60,7 +61,7 @@ def answered(
     config = transformers.GenerationConfig(max_new_tokens=len(tokens), eos_token_id=[ends], **options)
     engine: Any = SimpleNamespace(cancel_request=lambda _: None, output_router=OutputRouter())
     queue: asyncio.Queue[Any] = asyncio.Queue()
-    stream = Stream(engine, "one", Text(tokenizer, prompt, special=False), None, queue, config=config)
+    stream = Stream(engine, "one", Text(tokenizer, prompt, special=False), None, queue, config=config, totals=Counter())
     for n in sorted({*steps, len(tokens)}):
         status = RequestStatus.FINISHED if n >= len(tokens) else RequestStatus.DECODING
         stream.take(GenerationOutput("one", generated_tokens=tokens[:n], status=status))

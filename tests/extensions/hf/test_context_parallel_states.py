@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from helpers import families, hf
 from helpers.states import PLANS, SIZES
 from helpers.tiers import tiers
@@ -80,6 +81,32 @@ def test_ranks_have_one_program(tmp_path: Path) -> None:
     first, last = (step.program(rank).collectives for rank in (0, 3))
     assert first == last
     assert any(call.op.startswith("all_to_all") for call in first if call.axes == ("cp",))
+
+
+@pytest.mark.parametrize("way", ["gather", "ring"])
+@pytest.mark.parametrize("count", [3, 4])
+def test_positions_of_a_grid(count: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of time, height and width, after those of the text if there are 4, by which documents are told apart."""
+    sections = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2], "partial_rotary_factor": 1.0}
+
+    def make() -> Any:
+        return made("qwen3_5_text", rope_parameters=sections)
+
+    make()
+    families.widen(monkeypatch, but="experts")
+    given: dict[str, Any] = BATCHES["packed"]() | {"use_cache": False}
+    grids = torch.randint(0, 9, (3, 2, 16), generator=torch.Generator().manual_seed(3))
+    given["position_ids"] = grids if count == 3 else torch.cat([given["position_ids"][None], grids])
+    assert_equal(make, CP2, given, way)
+    assert_equal(make, CP4, given, way, dealt=True)
+
+
+def test_images_among_the_tokens_are_refused() -> None:
+    config = transformers.Qwen3VLConfig(text_config=families.config_of("qwen3_vl_text").to_dict())
+    why = "cannot have its tokens cut over cp=2 ranks: it puts what a tower sees, images for instance, among the tokens"
+    with torch.device("meta"):
+        model = transformers.Qwen3VLForConditionalGeneration(config)
+    hf.refused(why, lambda: model, CP2)
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "mamba2", "kimi_linear"])

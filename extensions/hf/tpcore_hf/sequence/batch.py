@@ -50,6 +50,8 @@ class DealtTokens:
     """Whether a loss of the experts' routers weights tokens by ``attention_mask``."""
     masks: Callable[[Tensor | None, TokenOrder], Any] = lambda mask, order: mask
     """What the model below the head is given, of the mask that is dealt."""
+    grids: bool = False
+    """Whether positions may be ``[3, batch, tokens]``, of time, height and width, or 4 with the text's before them."""
     compared: bool = False
     """Whether the ranks' batches were compared."""
     rows_are_whole: bool = False
@@ -134,6 +136,7 @@ class DealtTokens:
         kwargs, tokens = dict(batch), _tokens_of(batch)
         length, places = tokens.shape[1], kwargs.get("position_ids")
         others = {n: kwargs[n].shape for n in _KNOWN[:-1] if kwargs.get(n) is not None}
+        others |= {"position_ids": places.shape[1:]} if self.grids and places is not None and places.ndim == 3 else {}
         wrong = next((n for n, shape in others.items() if len(shape) < 2 or shape[1] != length), None)
         if wrong is not None:
             raise ValueError(
@@ -150,7 +153,7 @@ class DealtTokens:
         for name in _SEQUENCES:
             if kwargs.get(name) is not None:
                 kwargs[name] = order.cut(kwargs[name])
-        kwargs["position_ids"] = order.cut(places)
+        kwargs["position_ids"] = order.cut(places, places.ndim - 1)
         # 4-D masks are left as they are by every model, so this one arrives at its attention
         segments = tokens.new_empty(tokens.shape[0], 0, dtype=torch.int64) if segments is None else segments
         kwargs["attention_mask"] = segments[:, None, None]
@@ -182,8 +185,7 @@ class DealtTokens:
                 f"use_cache=True, {' or '.join(CACHES)} or logits_to_keep with context parallelism, which is for whole "
                 "sequences: generate on a model that was parallelized without it"
             )
-        others = [n for n, v in kwargs.items() if isinstance(v, Tensor) and v.ndim and n not in _KNOWN]
-        if others:
+        if others := [n for n, v in kwargs.items() if isinstance(v, Tensor) and v.ndim and n not in _KNOWN]:
             raise ValueError(f"context parallelism does not know how to cut {', '.join(others)}: leave it out")
         mask, labels, dealt = kwargs.get("attention_mask"), kwargs.get("labels"), self._dealt(kwargs)
         if dealt and self.shifted and kwargs.get("num_items_in_batch") is not None:
@@ -208,8 +210,9 @@ class DealtTokens:
         """``[batch, tokens]``: a number for each document of a row, or False for padding; None: one document."""
         if mask is not None:
             return mask.ne(0)
-        if places is None or not self.packed:
+        if places is None or not self.packed or len(places) == places.ndim == 3:  # a grid's say nothing of documents
             return None
+        places = places[0] if places.ndim == 3 else places
         # where a position does not follow the one before: transformers' own sign of packed documents
         return F.pad(places.diff(dim=-1) != 1, (1, 0)).cumsum(-1).expand(shape[:2])
 

@@ -99,6 +99,8 @@ def _reason(model: Any) -> str | None:
     foreign = next((name for name, m in seen.items() if not is_known(m)), "")
     scored, compared = type(model).__name__.endswith(_HEADS), ", ".join(sorted(FAMILIES))
     reasons = {
+        "it puts what a tower sees, images for instance, among the tokens: its text model alone can": "text_config"
+        in config.sub_configs,
         "it is an encoder with a decoder, whose cross attention sees another sequence": config.is_encoder_decoder,
         f"its {state} passes a state from token to token by functions of its own": state,
         "its attention adds a learned bias for each distance": biased,
@@ -164,6 +166,7 @@ def _cut(model: Any, comm: Comm, way: Callable[[int], Way]) -> None:
     if states:
         check_states(states, comm)
         context.masks = partial(states_masks, attends=bool(attentions))
+    context.grids = any(hasattr(m, "mrope_section") for m in model.modules())
     base = getattr(model.base_model, "decoder", model.base_model)  # which OPT's head calls
     base.register_forward_pre_hook(context.enter, with_kwargs=True, prepend=True)
     if routed:

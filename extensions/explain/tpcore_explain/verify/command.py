@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
@@ -20,10 +21,21 @@ if TYPE_CHECKING:
 
 
 def verify(
+    script: Path | None = typer.Argument(
+        None, help="A training script: run it by one process and by --ranks, and compare all that its modules compute."
+    ),
+    arguments: list[str] | None = typer.Argument(None, help="Of the script; after -- where they begin with a dash."),
     backend: str | None = typer.Option(None, help="A backend's name; default: the one tpcore.init chooses."),
     tp: int = typer.Option(2, min=1, help="Size of the tensor-parallel group."),
     save: Path | None = typer.Option(
-        None, help="Where to save the table as JSON. Default: tpcore-verify-BACKEND-tpN.json here."
+        None, help="Where to save the result as JSON. Default, but of a script: tpcore-verify-BACKEND-tpN.json here."
+    ),
+    ranks: int = typer.Option(2, min=2, help="Of a script: how many it is written for."),
+    steps: int = typer.Option(2, min=1, help="Of a script: how many steps of its optimizer to compare."),
+    dtype: str = typer.Option(
+        "float64",
+        help="Of a script: float64, whatever it says; own: its types, as far as rounding explains; bits: "
+        "its types, with no difference.",
     ),
     as_json: bool = typer.Option(False, "--json", help="Print the table as JSON, and save it only with --save."),
     model: Path | None = typer.Option(
@@ -38,16 +50,21 @@ def verify(
 
     Layers, collectives, training steps, a checkpoint and a trace of a backend with the same on one CPU.
     With --model: output, loss and every gradient of a tiny copy of that model, sharded, with those of the whole.
+    With a script: what its modules take and give, losses, gradients and steps; the first that differs is named.
 
     Under torchrun every rank runs it; otherwise it starts its own. Exit status 1 if anything is wrong.
 
     \b
     Examples:
       tpcore verify --backend cpu_gloo --tp 2
+      tpcore verify train.py --ranks 2
       tpcore verify --model path/to/model --tp 2 --sequence-parallel
 
-    Docs: docs/correctness.md
+    Docs: docs/verify-script.md
     """
+    if script is not None:
+        options = {"ranks": ranks, "steps": steps, "dtype": dtype}
+        _verify_script(script, arguments or [], options, backend, save, as_json)
     # here: the other commands are spared all of it
     from .model import verify_model
     from .report import on_rank
@@ -68,6 +85,26 @@ def verify(
             path.write_text(report.to_json())
             echo(f"saved as {path}", err=as_json)
     raise typer.Exit(1 if report.wrong else 0)
+
+
+def _verify_script(
+    script: Path, arguments: list[str], options: dict[str, Any], backend: str | None, save: Path | None, as_json: bool
+) -> NoReturn:
+    from .script.run import ScriptError, verify_script
+    from .script.verdict import said
+
+    try:
+        if settings.WORLD_SIZE.is_set:
+            raise ScriptError("it starts the ranks of a script by itself: run it without torchrun")
+        env = {} if backend is None else {settings.BACKEND.name: backend}
+        verdict = verify_script(script, arguments, **options, env=env)
+    except ScriptError as e:
+        echo(f"tpcore verify: {e}", err=True)
+        raise typer.Exit(2) from e
+    tell(asdict(verdict), as_json, said(verdict))
+    if save is not None:
+        save.write_text(json.dumps(asdict(verdict), indent=1) + "\n")
+    raise typer.Exit(1 if verdict.first is not None else 0)
 
 
 def _tell(verdict: ModelVerdict, first: bool, as_json: bool) -> NoReturn:

@@ -1,0 +1,69 @@
+"""``tpcore verify train.py``: every class of silent mistakes is named where it is, and right trainings are equal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from helpers.silent_bugs import BUGS, Bug, train
+
+from tpcore import Mesh
+from tpcore.testing import run_ranks
+from tpcore_explain.verify.script.first import first_difference
+from tpcore_explain.verify.script.record import ScriptRecorder, Trace
+from tpcore_explain.verify.script.run import ScriptMode
+from tpcore_explain.verify.script.verdict import ScriptVerdict
+
+
+@pytest.fixture
+def double() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def traces(name: str, axes: dict[str, int], noise: bool = False, right: bool = False, **options: object) -> list[Trace]:
+    double = torch.get_default_dtype() == torch.float64
+
+    def one(ctx: object) -> Trace:
+        recorder = ScriptRecorder(2, noise=noise, double=double)
+        with recorder, ScriptMode(recorder, double and "type" not in name):
+            train(name, axes.get("tp", 1), right=right, **options)
+        return recorder.trace
+
+    return run_ranks(Mesh({"pp": 1, "dp": 1, "cp": 1, "tp": 1} | axes), one)
+
+
+def verdict(name: str, axes: dict[str, int], right: bool = False) -> ScriptVerdict:
+    (alone,) = traces(name, {})
+    return first_difference(alone, traces(name, axes, right=right))
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize(("name", "bug"), BUGS.items(), ids=list(BUGS))
+def test_a_mistake_is_named(name: str, bug: Bug) -> None:
+    found = verdict(name, bug.axes).first
+    assert found is not None
+    assert (found.module, found.direction) == (bug.module, bug.direction), found
+    assert found.cause.startswith(bug.cause)
+
+
+MESHES = ({"tp": 2}, {"dp": 2}, {"cp": 2}, {"dp": 2, "tp": 2}, {"cp": 2, "tp": 2})
+RIGHT = [("", axes) for axes in MESHES] + [
+    ("sp:", {"tp": 2}),
+    ("sp:", {"dp": 2, "tp": 2}),
+    ("recomputed", {"tp": 2}),
+    ("zero:", {"dp": 2}),
+    ("zero:", {"dp": 2, "tp": 2}),
+    ("zero: head", {"dp": 2}),
+    ("pp:", {"pp": 2}),
+]
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize(("name", "axes"), RIGHT)
+def test_right_trainings_are_equal(name: str, axes: dict[str, int]) -> None:
+    found = verdict(name, axes, right=True)
+    assert found.first is None, found.first
+    assert found.compared > 200

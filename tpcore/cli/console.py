@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import typer
 from rich.console import Console
+from rich.status import Status
 from rich.table import Table
 
 _WIDE = 1000
@@ -55,6 +56,11 @@ def show(*parts: str | Table) -> None:
             console.print(part)
         else:
             echo(part)
+
+
+def working(text: str) -> Status:
+    """A line on stderr for as long as the block lasts, where that is a terminal; its ``update`` takes another text."""
+    return Console(stderr=True).status(text)
 
 
 def tell(document: Any, as_json: bool, *parts: str | Table) -> None:

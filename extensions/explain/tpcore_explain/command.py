@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from tpcore.cli.console import dtype_of, echo, numbers_of, table_of, tell
+from tpcore.cli.console import dtype_of, echo, numbers_of, table_of, tell, working
 from tpcore.errors import extra
 
 from .explain import Collective, Explanation, Program, StageCost, explain
@@ -64,7 +64,8 @@ def explain_step(
     try:
         options |= {name: dtype_of(options[name]) for name in ("dtype", "master_dtype") if options[name] is not None}
         options |= {"max_norm": max_norm or None, "ranks": None if ranks is None else numbers_of("--ranks", ranks)}
-        explanation = explain(**options)
+        with working("recording a training step"):
+            explanation = explain(**options)
         if plot is not None:
             with extra("plot", "--plot"):
                 save_picture(explanation, plot)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.table import Table
 
-from tpcore.cli.console import bytes_of, dtype_of, table_of, tell
+from tpcore.cli.console import bytes_of, dtype_of, table_of, tell, working
 from tpcore.errors import extra
 from tpcore_explain.summary import save_pictures, size
 
@@ -41,6 +41,7 @@ def plan_mesh(
     everything: bool = typer.Option(False, "--all", help="Show all plans that fit, and the parts of time and memory."),
     as_json: bool = typer.Option(False, "--json", help="Print everything as JSON, for programs."),
     plot: Path | None = typer.Option(None, help="Draw memory and time to this file: out.png, out.svg."),
+    html: Path | None = typer.Option(None, help="Write a page to play with: devices, examples and tokens, by sliders."),
 ) -> None:
     """Predict time and memory on every mesh; show the fastest.
 
@@ -51,9 +52,11 @@ def plan_mesh(
     Examples:
       tpcore plan config.json --machine h100x8 --hosts 4
       tpcore plan config.json --devices 16 --memory 16GB --batch 64
+      tpcore plan config.json --html plan.html
 
     Docs: docs/plan.md
     """
+    from .page import save_page
     from .search import plan
 
     sizes: dict[str, Any] = {"hosts": hosts, "devices": devices, "per_host": per_host, "machine": machine}
@@ -62,7 +65,10 @@ def plan_mesh(
         axes = tuple(axis.strip() for axis in overlap.split(",")) if overlap else ()
         sizes["execution"] = Execution(interleaved or 1, recompute or "nothing", axes, fused, fsdp)
     sizes["memory"] = None if memory is None else float(bytes_of("--memory", memory, unit=True))
-    plans = plan(target, **sizes)
+    with working("predicting steps on every mesh") as status:
+        plans = plan(target, **sizes)
+        if html is not None:
+            save_page(html, plans, target, sizes, status.update)
     title = f"{plans.model} on {plans.limits.devices} devices of {plans.machine.name}"
     if plot is not None and plans.rows:
         rows = [{"mesh": str(row.choice), "memory": row.memory, "seconds": row.seconds} for row in plans.rows]

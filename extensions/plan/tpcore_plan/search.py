@@ -74,7 +74,7 @@ class MeshPlan:
 
 
 def plan(
-    target: str | Factory,
+    target: str | Factory | Reduced,
     *,
     machine: str | Machine = "h100x8",
     hosts: int = 1,
@@ -90,11 +90,12 @@ def plan(
     """Predict the time and the peak memory of a training step on every mesh of ``devices`` devices (default: all of
     ``hosts`` hosts), and sort what fits.
 
-    ``target``: as for ``explain``, or a function that returns a model. ``machine``: the name of a published one
-    (``tpcore plan --help`` lists them), a file of ``Machine.write``, or a ``Machine``. ``per_host`` and ``memory``,
-    bytes of a device: other than the machine's. ``batch``: examples of ``seq_len`` tokens in a step, of all devices
-    together. ``dtype``: of parameters and activations; below float32 Zero1 has master weights in float32.
-    ``capacity_factor``: of experts. ``execution``: of another program than tpcore's, so that its meshes are searched.
+    ``target``: as for ``explain``, or a function that returns a model; or a ``Reduced`` of this length. ``machine``:
+    the name of a published one (``tpcore plan --help`` lists them), a file of ``Machine.write``, or a ``Machine``.
+    ``per_host`` and ``memory``, bytes of a device: other than the machine's. ``batch``: examples of ``seq_len`` tokens
+    in a step, of all devices together. ``dtype``: of parameters and activations; below float32 Zero1 has master weights
+    in float32. ``capacity_factor``: of experts. ``execution``: of another program than tpcore's, so that its meshes are
+    searched.
 
     A step is forward and backward of microbatches, reduction, clipping and AdamW. Layers that are alike are recorded
     once. Raises ValueError for sizes that cannot be, and where no step can be recorded.
@@ -109,7 +110,7 @@ def plan(
             raise ValueError(f"{name} must be 1 or more, not {value}")
     limits = Limits(devices, memory, batch, seq_len, dtype, capacity_factor)
     hardware = replace(hardware, per_host=per_host, hosts=-(-devices // per_host))
-    model = Reduced(target, seq_len, dtype)
+    model = target if isinstance(target, Reduced) else Reduced(target, seq_len, dtype)
     try:
         model.costs(Ways(tp=2, sequence_parallel=True), 1)
     except ValueError as e:  # a model that refuses more says why in the search

@@ -101,6 +101,7 @@ def _round(
     processes, (store, job), (ready, write) = Processes(), host_store(), os.pipe()
     os.set_blocking(ready, False)
     tp, served = options["tp"], False
+    echo(f"tpcore serve: starting {tp} ranks of {options['name']}", err=True)
     try:
         for rank in range(tp):
             arguments, fds = (listener.fileno(), write, json.dumps(options)), (listener.fileno(), write)

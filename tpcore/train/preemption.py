@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -28,16 +29,19 @@ class Preemption:
     Args:
         signals: which to note: SIGTERM by default, of ``torchrun``, Slurm and Kubernetes alike.
         every: ``requested`` asks the other ranks at each ``every``-th call.
+        told: says whether this rank was told, where that is no signal: in Ray's workers, which train in a thread,
+            ``lambda: ray.train.get_preemption_info() is not None``. No signal is noted then, but those of ``signals``.
 
     Raises:
         ValueError: outside the main thread of a process, where Python sets no handlers; ``every`` below 1.
     """
 
-    def __init__(self, *signals: int, every: int = 1) -> None:
+    def __init__(self, *signals: int, every: int = 1, told: Callable[[], bool] | None = None) -> None:
         if not isinstance(every, int) or every < 1:
             raise ValueError(f"every={every!r}: a number of calls, 1 or more")
-        self.signals = signals or (signal.SIGTERM,)
+        self.signals = signals or ((signal.SIGTERM,) if told is None else ())
         self.every = every
+        self.told = told
         self.number = 0
         """Of the signal that some rank received, once ``requested`` has said so; 0 before."""
         self._here = 0
@@ -45,10 +49,10 @@ class Preemption:
         self._replaced: dict[int, Any] = {}
 
     def __enter__(self) -> Preemption:
-        if threading.current_thread() is not threading.main_thread():
+        if self.signals and threading.current_thread() is not threading.main_thread():
             raise ValueError(
                 f"tpcore.Preemption in the thread {threading.current_thread().name!r}: Python sets handlers of signals "
-                "in the main thread alone; start ranks as processes, with tpcore.launch or torchrun"
+                "in the main thread alone; start ranks as processes, with tpcore.launch or torchrun, or say told="
             )
         for number in self.signals:
             self._replaced[number] = signal.signal(number, self._note)
@@ -68,6 +72,8 @@ class Preemption:
         self._calls += 1
         if not self.number and self._calls % self.every == 0:
             ctx = current()
+            if self.told is not None and self.told():
+                self._here = signal.SIGTERM
             here = torch.tensor([self._here], dtype=torch.int32, device="cpu").to(ctx.device)
             self.number = int(ctx.world.all_reduce(here, "max"))
         return self.number > 0

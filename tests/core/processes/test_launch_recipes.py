@@ -6,12 +6,14 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 from helpers import programs as forked
@@ -38,13 +40,26 @@ for task in $tasks; do wait $task || exit 1; done
 }
 
 
-@pytest.mark.slow
-@pytest.mark.processes
-def test_the_slurm_recipe_starts_one_job_of_two_launchers(tmp_path: Path) -> None:
-    """Two torchruns that meet by rendezvous, as on two hosts; their ranks are of one job."""
+SAVES = """
+import torch, tpcore
+from pathlib import Path
+ctx = tpcore.init(tp=2)
+with tpcore.Preemption() as preemption:
+    for step in range(10**9):
+        ctx.world.all_reduce(torch.ones(1))
+        if step == 20:
+            print("trains", flush=True)
+        if preemption.requested():
+            Path(f"rank{ctx.rank}").write_text(str(step))
+            preemption.leave()
+"""
+
+
+def slurm(tmp_path: Path, script: str) -> subprocess.Popen[str]:
+    """``sbatch slurm.sh train.py flag`` over two hosts, as far as one machine has them."""
     for name in ("slurm.sh", "torchrun.sh"):
         shutil.copy(RECIPES / name, tmp_path)
-    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "train.py").write_text(script)
     for name, text in COMMANDS.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
@@ -63,11 +78,33 @@ def test_the_slurm_recipe_starts_one_job_of_two_launchers(tmp_path: Path) -> Non
         "OMP_NUM_THREADS": "1",
     }
     words = ["bash", "slurm.sh", "train.py", "flag"]
-    done = subprocess.run(
-        words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=forked.PATIENCE, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert sorted(re.findall(r"rank \d of 2: 3 flag", done.stdout)) == ["rank 0 of 2: 3 flag", "rank 1 of 2: 3 flag"]
+    return subprocess.Popen(words, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_the_slurm_recipe_starts_one_job_of_two_launchers(tmp_path: Path) -> None:
+    """Two torchruns that meet by rendezvous, as on two hosts; their ranks are of one job."""
+    with slurm(tmp_path, SCRIPT) as job:
+        out, err = job.communicate(timeout=forked.PATIENCE)
+    assert job.returncode == 0, err
+    assert sorted(re.findall(r"rank \d of 2: 3 flag", out)) == ["rank 0 of 2: 3 flag", "rank 1 of 2: 3 flag"]
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_ranks_save_when_slurm_ends_the_job(tmp_path: Path) -> None:
+    """As scancel does, SIGTERM goes to every process of the job's step at once: launchers and ranks."""
+    with slurm(tmp_path, SAVES) as job:
+        assert job.stdout is not None
+        assert job.stdout.readline() == "trains\n"
+        for process in psutil.Process(job.pid).children(recursive=True):
+            if process.name().startswith("python"):
+                process.send_signal(signal.SIGTERM)
+        job.communicate(timeout=forked.PATIENCE)
+    assert job.returncode != 0  # which --requeue starts again
+    steps = [int((tmp_path / f"rank{rank}").read_text()) for rank in range(2)]
+    assert steps[0] == steps[1] >= 20
 
 
 def documents(name: str) -> dict[str, Any]:
@@ -167,3 +204,24 @@ def test_the_page_names_every_recipe() -> None:
     page = (ROOT / "docs" / "launching.md").read_text()
     for recipe in RECIPES.iterdir():
         assert f"`examples/launch/{recipe.name}`" in page
+
+
+def test_a_trainjob_starts_what_the_indexed_job_does() -> None:
+    """As the CRD of Kubeflow Trainer 2.2 has it, whose controller sets PET_* for torchrun."""
+    job, pods = documents("trainjob.yaml")["TrainJob"], documents("kubernetes.yaml")["Job"]["spec"]
+    assert (job["apiVersion"], job["spec"]["runtimeRef"]) == (
+        "trainer.kubeflow.org/v1alpha1",
+        {"name": "torch-distributed"},
+    )
+    trainer, pod = job["spec"]["trainer"], pods["template"]["spec"]
+    container = pod["containers"][0]
+    env = {entry["name"]: entry["value"] for entry in container["env"]}
+    assert trainer["command"] == ["torchrun", container["command"][-1]]
+    assert (str(trainer["numNodes"]), str(trainer["numProcPerNode"])) == (env["NODES"], env["PER_NODE"])
+    assert not [entry["name"] for entry in trainer["env"] if entry["name"].startswith("PET_")]  # refused by it
+    assert (trainer["image"], trainer["resourcesPerNode"]) == (container["image"], container["resources"])
+    (patch,) = job["spec"]["runtimePatches"]
+    (node,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    patched = node["template"]["spec"]["template"]["spec"]
+    assert patched["volumes"] == pod["volumes"]
+    assert patched["containers"] == [{"name": node["name"], "volumeMounts": container["volumeMounts"]}]

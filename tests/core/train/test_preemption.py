@@ -55,6 +55,19 @@ def test_refused() -> None:
     run_ranks(Mesh({"tp": 2}), rank)
 
 
+def test_what_is_told_otherwise_needs_no_main_thread() -> None:
+    """As in Ray's workers: one rank is told, after three steps, and all stop at one."""
+
+    def rank(ctx: ParallelContext) -> tuple[list[bool], int]:
+        assert threading.current_thread() is not threading.main_thread()
+        steps = iter(range(9))
+        with tpcore.Preemption(told=lambda: ctx.rank == 1 and next(steps) >= 2) as preemption:
+            asked = [preemption.requested() for _ in range(5)]
+        return asked, preemption.number
+
+    assert run_ranks(Mesh({"tp": 2}), rank) == [([False, False, True, True, True], signal.SIGTERM)] * 2
+
+
 def test_a_process_leaves_with_the_status_of_its_signal() -> None:
     tpcore.init(ThreadBackend(0, ThreadWorld(1)))
     with tpcore.Preemption() as preemption:

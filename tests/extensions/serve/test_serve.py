@@ -530,6 +530,7 @@ def test_a_signal_before_it_serves_ends_it_at_once(folder: Path) -> None:
     command = [sys.executable, "-m", "tpcore", "serve", str(folder), "--port", "0"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
+    assert process.stderr.readline() == f"tpcore serve: starting 2 ranks of {folder.name}\n"
     assert "backend" in process.stderr.readline()  # a rank has begun to load the model
     process.send_signal(signal.SIGTERM)
     sent = time.monotonic()

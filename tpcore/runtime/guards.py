@@ -132,18 +132,27 @@ def _initial(function: PlainFunction) -> PlainFunction:
     return guard
 
 
+@dataclass(frozen=True)
+class _OfWhole:
+    """A hook that gets the gradient of the whole."""
+
+    hook: Callable[[Tensor], Any]
+    mark: Any
+
+    def __call__(self, gradient: Tensor) -> Tensor:
+        whole = self.mark.whole(gradient).to(gradient.device)
+        changed = self.hook(whole)
+        return self.mark.part(whole if changed is None else changed)  # type: ignore[no-any-return]
+
+
 def _hooked(function: PlainFunction) -> PlainFunction:
     """``Tensor.register_hook``: a hook of a part gets the gradient of the whole, for it may know rows by number."""
 
     def guard(tensor: Tensor, hook: Callable[[Tensor], Any]) -> Any:
         mark = mark_of(tensor)
-
-        def of_whole(gradient: Tensor) -> Tensor:
-            whole = mark.whole(gradient).to(gradient.device)
-            changed = hook(whole)
-            return mark.part(whole if changed is None else changed)  # type: ignore[no-any-return]
-
-        return function(tensor, hook if mark is None else of_whole)
+        # under a mode of torch functions the name is called once more, from inside
+        plain = mark is None or isinstance(hook, _OfWhole)
+        return function(tensor, hook if plain else _OfWhole(hook, mark))
 
     return guard
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from helpers.worlds import by_call, each_rank
 from torch import nn
 from torch.nn.utils import prune
+from torch.overrides import TorchFunctionMode
 
 import tpcore
 from tpcore.layers.sharding import sharding
@@ -159,9 +161,17 @@ HOOKS: dict[str, Any] = {
 }
 
 
+class Passing(TorchFunctionMode):
+    """It asks torch's functions once more, from inside."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", [nullcontext, Passing])
 @pytest.mark.parametrize("how", HOOKS)
 @each_rank(dp=1, tp=2)
-def test_a_hook_of_a_parameter_gets_the_gradient_of_the_whole(ctx: ParallelContext, how: str) -> None:
+def test_a_hook_of_a_parameter_gets_the_gradient_of_the_whole(ctx: ParallelContext, how: str, mode: Any) -> None:
     torch.manual_seed(1)
     x, table = torch.randn(5, 6), nn.Embedding(8, 6)
     for plain, layer in (
@@ -170,7 +180,8 @@ def test_a_hook_of_a_parameter_gets_the_gradient_of_the_whole(ctx: ParallelConte
         (table, tpcore.ParallelEmbedding.from_plain(table)),
     ):
         for module in (plain, layer):
-            module.weight.register_hook(HOOKS[how])
+            with mode():
+                module.weight.register_hook(HOOKS[how])
             given = torch.tensor([1, 4, 7, 7]) if plain is table else x
             module(given).square().sum().backward()
         torch.testing.assert_close(layer.weight.grad, layer.part_of("weight", plain.weight.grad))

@@ -181,7 +181,7 @@ def _decided(model: nn.Module, options: ParallelizeOptions) -> tuple[Mapping[str
     """The rules of the model with those that were given, and all cuts; ValueError for what does not fit."""
     tp, axes, sending = options.ctx.comm("tp").size, options.ctx.mesh.axes, options.sending
     checked(options.plan, [name for name, _ in (*model.named_modules(), *model.named_parameters())])
-    rules = rules_of(model, options.plan)
+    rules = rules_of(model, options.plan, sequence_parallel=options.sequence_parallel)
     cuts = decide(model, rules, options.expert_parallel, axes.get("ep", 1))
     of_experts = [cut for cut in cuts if cut.style == styles.EXPERTS]
     check_dispatch(type(model).__name__, {cut.name: cut.module for cut in of_experts}, sending)

@@ -42,9 +42,10 @@ def checked_model(model: Any) -> Any:
     return model
 
 
-def rules_of(model: Any, user: dict[str, Rule]) -> dict[str, Rule]:
-    """The rules of ``user``, which override the model's plan, its family's rules and its vocabulary's. ValueError if
-    they cut no block: then all ranks would compute the same."""
+def rules_of(model: Any, user: dict[str, Rule], *, sequence_parallel: bool = False) -> dict[str, Rule]:
+    """The rules of ``user``, which override the model's plan, its family's rules and its vocabulary's. What these leave
+    is found in the model's structure, but with ``sequence_parallel``, under which towers beside a language model stay
+    whole. ValueError if no block is sharded: then all ranks would compute the same."""
     why = REFUSED.get(model.config.model_type)
     if why is not None and not user:
         raise ValueError(
@@ -52,6 +53,8 @@ def rules_of(model: Any, user: dict[str, Rule]) -> dict[str, Rule]:
             "to cut what else it has, parallelize(model, plan={...})"
         )
     rules = normalized(own_rules(model)) | normalized(user)
+    if model.config.model_type in COMPARED and not (sequence_parallel and rules):
+        rules = normalized(found(model, rules, vocabulary(model))) | rules
     ends = {wildcard(name) for name, module in model.named_modules() if module in vocabulary(model)}
     if not any(rule not in (plan.REPLICATE, plan.SUMMED) and name not in ends for name, rule in rules.items()):
         kinds = {type(m).__name__ for m in model.modules() if type(m).__name__.endswith("Experts")}
@@ -76,8 +79,6 @@ def own_rules(model: Any) -> dict[str, Rule]:
         of_family = families.rules_of(part.config) if isinstance(part, PreTrainedModel) else {}
         of_model = {f"{prefix}.{name}".removeprefix("."): rule for name, rule in of_family.items()}
         rules |= {name: rule for name, rule in of_model.items() if wildcard(name) in names}
-    if model.config.model_type in COMPARED:
-        rules |= found(model, rules, vocabulary(model))
     return rules
 
 

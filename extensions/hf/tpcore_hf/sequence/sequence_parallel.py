@@ -220,13 +220,14 @@ def _enter_owners(model: nn.Module, cuts: list[Cut], region: TokenRegion, blocks
     """Gather the tokens at the modules that call column layers; return the names of those modules."""
     columns = columns_by_owner(model, cuts)
     shared = share_inputs(model, cuts, region.copied)
-    gathered = {cut.owner for cut in cuts if cut.style == plan.COLUMN_GATHERED}
+    gathered = {cut.owner: cut.name.rpartition(".")[2] for cut in cuts if cut.style == plan.COLUMN_GATHERED}
     for name in (columns.keys() | gathered) - shared:
         owner, around = model.get_submodule(name), any(other.startswith(f"{name}.") for other in columns)
-        _enter(owner, ", ".join(columns[name]), region, [owner] if around else blocks.children())
+        calls = ", ".join(columns[name]) or gathered[name]
+        _enter(owner, calls, region, [owner] if around else blocks.children())
     for name in gathered:  # the output of these is whole on every rank
         model.get_submodule(name).register_forward_hook(partial(_after, region.scattered))
-    return columns.keys() | gathered
+    return columns.keys() | gathered.keys()
 
 
 def _enter(owner: nn.Module, calls: str, region: TokenRegion, blocks: Iterable[nn.Module]) -> None:

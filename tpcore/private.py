@@ -24,6 +24,9 @@ unwrapped = torch._C._functorch.get_unwrapped
 is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 """Of a tensor inside a transform of torch.func, and whether it is one."""
 
+CLIPPED = "_group_tensors_by_device_and_dtype"
+"""What every function of ``torch.nn.utils.clip_grad`` calls with the tensors whose norm it takes or that it clips."""
+
 FORWARD_HOOKS = "_forward_pre_hooks", "_forward_hooks"
 BACKWARD_HOOKS = "_backward_hooks", "_backward_pre_hooks"
 forward_pre_hooks, forward_hooks = map(attrgetter, FORWARD_HOOKS)

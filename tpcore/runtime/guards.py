@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from ..backend.extensions import manager
+from ..private import CLIPPED
 from .context import current, is_initialized
 
 PlainFunction = Callable[..., Any]
@@ -90,16 +93,21 @@ def refuse_in_file(t: object) -> None:
         raise ValueError(IN_FILE.format(tuple(mark.local_shape), tuple(mark.layout.shape)))
 
 
-def _norm(function: PlainFunction) -> PlainFunction:
-    """A guard of a function of parameters or of gradients, which have no marks of their own."""
+def _grouped(function: PlainFunction) -> PlainFunction:
+    """A guard of what ``torch.nn.utils`` asks of parameters or gradients, which have no marks of their own, before it
+    takes a norm, or clips by one, or by value: entry by entry, which is right for parts."""
+    by_entry = inspect.unwrap(clip_grad.clip_grad_value_).__code__
 
-    def guard(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        layers = current().layers if is_initialized() else ()
-        parts = {id(p.grad) for layer in layers for p in layer.parameters() if mark_of(p) is not None}
-        if any(mark_of(t) is not None or id(t) in parts for t in tensors if t is not None):
-            raise ValueError(_NORM)
-        return function(tensors, *args, **kwargs)
+    def guard(lists: Any, *args: Any, **kwargs: Any) -> Any:
+        caller = sys._getframe(1)
+        while caller.f_code is guard.__code__ and caller.f_back is not None:  # this guard of an outer job
+            caller = caller.f_back
+        if caller.f_code is not by_entry:
+            layers = current().layers if is_initialized() else ()
+            parts = {id(p.grad) for layer in layers for p in layer.parameters() if mark_of(p) is not None}
+            if any(mark_of(t) is not None or id(t) in parts for tensors in lists for t in tensors if t is not None):
+                raise ValueError(_NORM)
+        return function(lists, *args, **kwargs)
 
     return guard
 
@@ -158,12 +166,9 @@ def _hooked(function: PlainFunction) -> PlainFunction:
 
 
 def _own() -> Iterator[Guard]:
-    """torch looks these names up at each call, so they guard a ``clip_grad_norm_`` or ``weight_norm`` that a program
-    has imported before, too."""
-    norms = nn.utils.get_total_norm, nn.utils.clip_grads_with_norm_
-    for module in (nn.utils, clip_grad):
-        for name in [name for name, f in vars(module).items() if f in norms]:
-            yield Guard(module, name, _norm, "the norm of a rank's part is no norm")
+    """torch looks these names up at each call, so they guard a ``get_total_norm`` or ``weight_norm`` that a program has
+    imported before, too."""
+    yield Guard(clip_grad, CLIPPED, _grouped, "the norm of a rank's part is no norm")
     modules = (parametrize, "register_parametrization", "a parametrization"), (WeightNorm, "apply", "a norm of it")
     more = (SpectralNorm, "apply", "a norm of it"), (prune.BasePruningMethod, "apply", "a mask for it")
     for owner, name, what in (*modules, *more):

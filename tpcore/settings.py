@@ -59,6 +59,12 @@ def whole(text: str) -> int:
     return int(text)
 
 
+def port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise ValueError("a port, at most 65535")
+    return int(text)
+
+
 def one_of(values: Mapping[str, T]) -> Callable[[str], T]:
     def parse(text: str) -> T:
         if text not in values:
@@ -83,7 +89,7 @@ WORLD_SIZE = Variable("WORLD_SIZE", whole, 1)
 LOCAL_RANK = Variable("LOCAL_RANK", whole, 0)
 LOCAL_WORLD_SIZE = Variable("LOCAL_WORLD_SIZE", whole, 1)
 MASTER_ADDR = Variable("MASTER_ADDR", str, "")
-MASTER_PORT = Variable("MASTER_PORT", whole, 0)
+MASTER_PORT = Variable("MASTER_PORT", port, 0)
 AGENT_STORE = Variable("TORCHELASTIC_USE_AGENT_STORE", "True".__eq__, False)
 # of other launchers, which know no WORLD_SIZE
 OPENMPI_SIZE = Variable("OMPI_COMM_WORLD_SIZE", whole, 1)

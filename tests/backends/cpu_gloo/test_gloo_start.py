@@ -73,6 +73,7 @@ def test_alone(port: int) -> None:
         (("", 2), r"\{'WORLD_SIZE': '2'\} is set, but not RANK"),
         ((2, 2, "127.0.0.1", 1), r"RANK=2 is outside WORLD_SIZE=2"),
         (("one", 2, "127.0.0.1", 1), r"RANK must be a whole number, not 'one'"),
+        ((0, 2, "127.0.0.1", 0), r"MASTER_PORT=0 .*: torchrun --standalone, or"),
     ],
 )
 def test_half_an_environment(monkeypatch: pytest.MonkeyPatch, port: int, values: tuple[object, ...], said: str) -> None:

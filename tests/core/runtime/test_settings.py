@@ -16,7 +16,8 @@ WRONG = [
     (settings.TIMEOUT, "nan", "TPCORE_TIMEOUT must be a positive number of seconds, not 'nan'"),
     (settings.CHECK, "yes", "TPCORE_CHECK must be one of 1, always, 0, off, warmup, not 'yes'"),
     (settings.RANK, "-1", "RANK must be a whole number, not '-1'"),
-    (settings.MASTER_PORT, "http", "MASTER_PORT must be a whole number, not 'http'"),
+    (settings.MASTER_PORT, "http", "MASTER_PORT must be a port, at most 65535, not 'http'"),
+    (settings.MASTER_PORT, "65536", "MASTER_PORT must be a port, at most 65535, not '65536'"),
 ]
 
 

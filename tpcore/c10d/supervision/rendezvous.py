@@ -89,6 +89,8 @@ def store_of_environment(timeout: float) -> tuple[dist.Store, int, int] | None:
         raise BackendError(str(e)) from None
     if rank >= world:
         raise BackendError(f"RANK={rank} is outside WORLD_SIZE={world}")
+    if port == 0 and (world > 1 or settings.AGENT_STORE.get()):
+        raise BackendError("MASTER_PORT=0 tells no rank where others are: torchrun --standalone, or name a free port")
     store = _tcp_store(settings.MASTER_ADDR.get(), port, rank, world, timeout)
     if settings.AGENT_STORE.get():
         store = _of_this_start(store, rank, world, timeout)

@@ -38,7 +38,7 @@ class Batches(CBGenerateManager):
         """``limit``: tokens of a prompt and its answer. ``most``: how many requests may be open."""
         super().__init__()
         self._cb: Any = engine
-        self.limit, self._most = limit, most
+        self.limit, self.most = limit, most
         self.totals = dict.fromkeys(("requests", "requests_refused", "prompt_tokens", "generated_tokens"), 0)
 
     def counts(self) -> tuple[int, int]:
@@ -60,9 +60,9 @@ class Batches(CBGenerateManager):
         """An error if there is no place for one request more."""
         if not self.is_alive():
             raise HTTPException(503, _ENDED)
-        if len(self._cb.output_router.result_handlers) >= self._most:
+        if len(self._cb.output_router.result_handlers) >= self.most:
             self.totals["requests_refused"] += 1
-            raise HTTPException(429, f"{self._most} requests are open, and no more are taken: try again later")
+            raise HTTPException(429, f"{self.most} requests are open, and no more are taken: try again later")
 
     def generate_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, response_parser: Any = None

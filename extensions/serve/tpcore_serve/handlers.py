@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 from fastapi import HTTPException
@@ -105,5 +106,35 @@ class Completions(_Sampled, CompletionHandler):
     _kind = "completions"
     _continues = True
 
+    async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
+        """Several prompts are requests of their own, whose answers are the choices of one; an error ends them all."""
+        handler: Any = self
+        one, prompts, most = super().handle_request, body["prompt"], handler.generation_state.manager.most
+        if isinstance(prompts, str) or isinstance(prompts[0], int):
+            return await one(body, request_id)
+        if len(prompts) == 1:
+            return await one(body | {"prompt": prompts[0]}, request_id)
+        if body.get("stream"):
+            raise HTTPException(400, f"{len(prompts)} prompts have no stream: ask for one prompt, or without stream")
+        if len(prompts) > most:
+            raise HTTPException(400, f"{len(prompts)} prompts are more than the {most} requests that may be open")
+        tasks = [
+            asyncio.ensure_future(one(body | {"prompt": prompt}, f"{request_id}-{i}"))
+            for i, prompt in enumerate(prompts)
+        ]
+        try:
+            answers = [json.loads(answer.body) for answer in await asyncio.gather(*tasks)]
+        finally:
+            for task in tasks:
+                task.cancel()
+        choices = [answer["choices"][0] | {"index": i} for i, answer in enumerate(answers)]
+        usage = {key: sum(answer["usage"][key] for answer in answers) for key in answers[0]["usage"]}
+        return JSONResponse(answers[0] | {"id": request_id, "choices": choices, "usage": usage})
+
     def _tokenized(self, tokenizer: Any, body: dict[str, Any]) -> Any:
-        return tokenizer(self._short_enough(body["prompt"]))
+        prompt = body["prompt"]
+        if isinstance(prompt, str):
+            return tokenizer(self._short_enough(prompt))
+        if max(prompt) >= len(tokenizer):
+            raise HTTPException(400, f"the prompt has token {max(prompt)}, and there are {len(tokenizer)} tokens")
+        return {"input_ids": prompt}

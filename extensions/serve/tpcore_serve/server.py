@@ -259,8 +259,14 @@ def malformed(body: Any, content: str) -> str | None:
     if content == "messages":
         return _messages(body.get("messages"))
     prompt = body.get("prompt")
-    text = isinstance(prompt, str) and prompt
-    return None if text else f"prompt={_short(prompt)} is not a string of one or more characters"
+    if _is_prompt(prompt) or (isinstance(prompt, list) and prompt and all(map(_is_prompt, prompt))):
+        return None
+    return f"prompt={_short(prompt)} is not a string of one or more characters, token ids, or a list of such prompts"
+
+
+def _is_prompt(value: Any) -> bool:
+    tokens = isinstance(value, list) and all(type(token) is int and token >= 0 for token in value)
+    return bool(value) and (isinstance(value, str) or tokens)
 
 
 def _short(value: Any) -> str:

@@ -179,6 +179,17 @@ class TestServer:
             assert [*threads.map(server.text, prompts)] == want
         assert "".join(server.streamed(prompts[2])) == want[2]
 
+    def test_prompts_of_a_list_are_choices_in_their_order(self, folder: Path, server: Server) -> None:
+        texts = ["w1 w2 w3", "w4 w5", "w1 w2 w3 w4 w5 w6"]
+        ids = [transformers.AutoTokenizer.from_pretrained(folder)(text)["input_ids"] for text in texts]
+        want = [expected(folder, text) for text in texts]
+        for prompts, those in ((texts, want), (ids, want), (ids[0], want[:1]), (texts[1:2], want[1:2])):
+            options: Any = {"prompt": prompts, "max_tokens": NEW, "temperature": 0}
+            answer = server.client.completions.create(model="tiny", **options)
+            assert [(choice.index, choice.text) for choice in answer.choices] == [*enumerate(those)]
+            usage: Any = answer.usage
+            assert usage.completion_tokens == NEW * len(those)
+
     def test_chat_models_and_stops(self, server: Server) -> None:
         assert [model.id for model in server.client.models.list()] == ["tiny"]
         whole = server.text()
@@ -218,6 +229,11 @@ class TestServer:
         ("options", "message"),
         [
             ({"prompt": "w1 " * 600}, "the prompt has 600 tokens, and prompt and answer may have 512 together"),
+            ({"prompt": ["w1", "w1 " * 600]}, "the prompt has 600 tokens, and prompt and answer may have 512 together"),
+            ({"prompt": ["w1"] * 25}, "25 prompts are more than the 24 requests that may be open"),
+            ({"prompt": ["w1", "w2"], "stream": True}, "2 prompts have no stream"),
+            ({"prompt": [1, 10**9]}, "the prompt has token 1000000000, and there are"),
+            ({"prompt": ["w1", []]}, "is not a string of one or more characters, token ids, or a list"),
             ({"model": "other"}, "'tiny'; requested 'other'"),
             ({"extra_body": {"n": None, "max_tokens": 0}}, "max_tokens=0 is not a whole"),  # null is what is not said
         ],
@@ -292,7 +308,7 @@ WRONG: dict[str, list[Any]] = {
     "odd": [1, "x", {}],
     "generation_config": ["{}", {}],
 }
-PROMPTS: list[Any] = ["", 5, [], ["w1"], {"a": 1}, "w1 " * 600, True]
+PROMPTS: list[Any] = ["", 5, [], ["w1", ""], [[]], [-1], [True], {"a": 1}, "w1 " * 600, True]
 MESSAGES: list[Any] = [
     *([], {}, "x", 5, [5], [{}], [[]], [{"role": "king", "content": "x"}], [{"role": ["user"], "content": "x"}]),
     *([{"role": "user", "content": what}] for what in (5, {}, [5], [{"type": "image_url"}], [{"type": "text"}])),

@@ -177,22 +177,22 @@ def _files(folder: Path) -> dict[str, Tensor]:
 
 
 def inner_save(family: str, folder: Path) -> None:
-    """A model inside the model writes what it writes whole, or nothing."""
+    """The model, and one inside it, writes what it writes whole, or nothing."""
     model = whole(family).model
-    names = [n for n, m in model.named_modules() if n and isinstance(m, PreTrainedModel)]
+    names = [n for n, m in model.named_modules() if isinstance(m, PreTrainedModel)]
 
     def rank(ctx: tpcore.ParallelContext) -> None:
         sharded = cut(model)
         for name in names:
             with suppress(ValueError, CheckpointError):
-                sharded.get_submodule(name).save_pretrained(folder / name)
+                sharded.get_submodule(name).save_pretrained(folder / f"{name} sharded")
 
     for name in names:
         model.get_submodule(name).save_pretrained(folder / f"{name} whole")
     run_ranks(TWO, rank)
     for name in names:
-        want, got = _files(folder / f"{name} whole"), _files(folder / name)
-        if not (folder / name).exists():
+        want, got = _files(folder / f"{name} whole"), _files(folder / f"{name} sharded")
+        if not (folder / f"{name} sharded").exists():
             continue  # refused
         assert got.keys() == want.keys(), name
         assert all(torch.equal(got[n], t) for n, t in want.items()), name

@@ -10,6 +10,8 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -48,15 +50,16 @@ with tpcore.Preemption() as preemption:
     for step in range(10**9):
         ctx.world.all_reduce(torch.ones(1))
         if step == 20:
-            print("trains", flush=True)
+            print("trains\\n", end="", flush=True)  # in one write: another rank's stands beside it otherwise
         if preemption.requested():
             Path(f"rank{ctx.rank}").write_text(str(step))
             preemption.leave()
 """
 
 
-def slurm(tmp_path: Path, script: str) -> subprocess.Popen[str]:
-    """``sbatch slurm.sh train.py flag`` over two hosts, as far as one machine has them."""
+@contextmanager
+def slurm(tmp_path: Path, script: str) -> Iterator[subprocess.Popen[str]]:
+    """``sbatch slurm.sh train.py flag`` over two hosts, as far as one machine has them. What fails ends the job."""
     for name in ("slurm.sh", "torchrun.sh"):
         shutil.copy(RECIPES / name, tmp_path)
     (tmp_path / "train.py").write_text(script)
@@ -78,7 +81,14 @@ def slurm(tmp_path: Path, script: str) -> subprocess.Popen[str]:
         "OMP_NUM_THREADS": "1",
     }
     words = ["bash", "slurm.sh", "train.py", "flag"]
-    return subprocess.Popen(words, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(words, cwd=tmp_path, env=env, **pipes) as job:
+        try:
+            yield job
+        finally:
+            if job.poll() is None:
+                for process in [*psutil.Process(job.pid).children(recursive=True), job]:
+                    process.kill()
 
 
 @pytest.mark.slow
@@ -99,7 +109,7 @@ def test_ranks_save_when_slurm_ends_the_job(tmp_path: Path) -> None:
         assert job.stdout is not None
         assert job.stdout.readline() == "trains\n"
         for process in psutil.Process(job.pid).children(recursive=True):
-            if process.name().startswith("python"):
+            if process.name().startswith(("python", "pt_elastic")):  # as torchrun names itself
                 process.send_signal(signal.SIGTERM)
         job.communicate(timeout=forked.PATIENCE)
     assert job.returncode != 0  # which --requeue starts again

@@ -247,13 +247,24 @@ def test_tokens_are_whole_where_they_must_be_alone(caplog: pytest.LogCaptureFixt
 
 
 def test_what_is_called_alone_has_all_tokens() -> None:
+    """After a forward, and so after blocks of which each rank had some tokens: a weight's gradient counts them once."""
     x = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    want = made().get_submodule(MLP)(x)
+    plain = made().get_submodule(MLP)
+    want = plain(x)
+    want.square().sum().backward()
 
     def rank(ctx: tpcore.ParallelContext) -> None:
         model = tpcore.parallelize(made(), sequence_parallel=True)
         for _ in range(2):
-            torch.testing.assert_close(model.get_submodule(MLP)(x), want)
+            model.zero_grad()
+            mlp = model.get_submodule(MLP)
+            y = mlp(x)
+            torch.testing.assert_close(y, want)
+            y.square().sum().backward()
+            for name in ("up_proj", "down_proj"):
+                layer = mlp.get_submodule(name)
+                part = layer.part_of("weight", plain.get_submodule(name).weight.grad)
+                torch.testing.assert_close(layer.weight.grad, part)
             result(model)
 
     run_ranks(TWO, rank)

@@ -180,7 +180,7 @@ def batch_for(model: Any) -> dict[str, Tensor]:
 
 
 def verdict_of(model_type: str, degree: int = 2, **options: Any) -> Verdict:
-    """What comes of a type. Raises if it differs from the whole, or is refused."""
+    """What comes of a type. Raises if it differs from the whole."""
     kind, config = class_for(model_type), config_of(model_type, CONFIG_MAPPING[model_type])
     outcome = Whole.of(kind, config, batch_for(made(kind, config))).compared(degree, **options)
     if isinstance(outcome, str):
@@ -196,7 +196,7 @@ TITLE = "Found in the structure"
 
 def section(rows: list[Verdict]) -> str:
     """The part of the page."""
-    types = types_with_heads()
+    types, rows = types_with_heads(), [row for row in rows if row.works]
     works = types.keys() & (on_the_page("Work").keys() | {row.family for row in rows})
     lines = [f"| `{row.family}` | `{row.model}` | {row.share:.0%} |" for row in rows]
     small = [f"`{row.family}`" for row in rows if row.share > 0.65]

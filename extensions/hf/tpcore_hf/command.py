@@ -26,7 +26,7 @@ def export(
       tpcore export path/to/model --for vllm --tp 2
       tpcore export path/to/adapter --for sglang --json
 
-    Docs: docs/hugging-face.md
+    Docs: docs/after-training.md
     """
     with extra("hf", "tpcore export"):
         from .engines.check import findings

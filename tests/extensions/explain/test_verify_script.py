@@ -67,3 +67,11 @@ def test_right_trainings_are_equal(name: str, axes: dict[str, int]) -> None:
     found = verdict(name, axes, right=True)
     assert found.first is None, found.first
     assert found.compared > 200
+
+
+def test_sums_in_another_order_are_named_where_bits_are_asked_for() -> None:
+    (alone,), ranks = traces("", {}), traces("", {"tp": 2}, right=True)
+    found = first_difference(alone, ranks, bits=True).first
+    assert found is not None
+    assert found.direction == "forward"  # in which module, the kernels of the machine decide
+    assert found.cause.startswith("sums in another order"), found

@@ -28,6 +28,10 @@ CAUSES = {
         "tpcore.reduce_gradients over dp",
     ),
     "none": ("a rank has no gradient", "let every rank that holds a parameter compute with it"),
+    "order": (
+        "sums in another order: the difference is that of rounding, as where ranks add what one process adds at once",
+        "tpcore.init(reproducible=8) adds alike at every degree; or --dtype own, which allows for rounding",
+    ),
     "scaled": (
         "scale: a loss or gradient is divided by a number of ranks, or summed, once too often or not at all",
         "take the mean over as many as have other examples, once",

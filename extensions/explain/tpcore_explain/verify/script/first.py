@@ -198,6 +198,8 @@ class _Seen:
             return CAUSES["batch"]
         if entry.what.startswith("mask"):
             return CAUSES["dropout"]
+        if self.judge.bits and _rounds(origin):
+            return CAUSES["order"]
         if entry.direction in (FORWARD, BACKWARD) and origin.fit.kind == SUM:
             return CAUSES["sum"] if entry.direction == FORWARD else CAUSES["sum backward"]
         scaled = _factor(origin) is not None
@@ -283,6 +285,13 @@ def _factor(judged: Judged) -> float | None:
     if first is None or abs(first - 1) < 1e-3 or any(o is None or abs(o - first) > 1e-3 for o in others):
         return None
     return first
+
+
+def _rounds(judged: Judged) -> bool:
+    """Whether all that differs, does so by a few of the last bits of the largest value."""
+    _, error, _ = _apart(judged)
+    whole = judged.whole
+    return whole.is_floating_point() and 0 < error <= 16 * torch.finfo(whole.dtype).eps * largest(whole)
 
 
 def _alike(judged: Judged) -> bool:

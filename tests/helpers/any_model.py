@@ -21,7 +21,10 @@ from transformers.models.auto import modeling_auto as auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from helpers.families import PAGE_FILE, Verdict, Whole, config_of, made, on_the_page
-from tpcore_hf.plan.found import COMPARED
+from tpcore_hf.plan.decisions import is_linear
+from tpcore_hf.plan.found import COMPARED, found
+from tpcore_hf.plan.model import own_rules, vocabulary
+from tpcore_hf.plan.rules import normalized, rule_of
 
 HEADS = ("IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "SPEECH_SEQ_2_SEQ", "SEQ_TO_SEQ_CAUSAL_LM", "CAUSAL_LM")
 IMAGE, AUDIO, VIDEO = 98, 97, 96
@@ -179,15 +182,26 @@ def batch_for(model: Any) -> dict[str, Tensor]:
     raise ValueError(f"no form of input suits {type(model).__name__}: {ERRORS}")
 
 
+def found_in(model: Any) -> list[str]:
+    """The linear layers whose rules are found."""
+    rules = normalized(found(model, normalized(own_rules(model)), vocabulary(model)))
+    linears = (name for name, module in model.named_modules() if is_linear(module))
+    return [name for name in linears if rule_of(name, rules) is not None]
+
+
 def verdict_of(model_type: str, degree: int = 2, **options: Any) -> Verdict:
-    """What comes of a type. Raises if it differs from the whole."""
+    """What comes of a type. Raises if it differs from the whole, or most of what is found computes with no batch."""
     kind, config = class_for(model_type), config_of(model_type, CONFIG_MAPPING[model_type])
-    outcome = Whole.of(kind, config, batch_for(made(kind, config))).compared(degree, **options)
+    whole = Whole.of(kind, config, batch_for(made(kind, config)))
+    idle = [name for name in found_in(whole.model) if whole.gradients[f"{name}.weight"] is None]
+    if 2 * len(idle) > len(found_in(whole.model)):
+        raise AssertionError(f"a batch of {', '.join(whole.batch)} says nothing of {', '.join(idle)}")
+    outcome = whole.compared(degree, **options)
     if isinstance(outcome, str):
         return Verdict(model_type, kind.__name__, False, outcome)
-    found, share = outcome
-    if not found < 1e-5:  # as in families.verdict
-        raise AssertionError(f"a sharded {kind.__name__} differs from the whole by {found:.0e}")
+    apart, share = outcome
+    if not apart < 1e-5:  # as in families.verdict
+        raise AssertionError(f"a sharded {kind.__name__} differs from the whole by {apart:.0e}")
     return Verdict(model_type, kind.__name__, True, "works", share)
 
 

@@ -17,17 +17,15 @@ from .rules import Rule, rule_of, wildcard
 Linears = Mapping[str, nn.Module]
 _COMPARED = """
 aria audioflamingo3 aya_vision bamba bitnet blip-2 canary cohere2_vision cohere_asr cohere_compass cosmos3_edge
-cosmos3_omni cpmant deepseek_vl deepseek_vl_hybrid diffllama ernie4_5_vl_moe evolla exaone4_5 falcon_h1
-fun_asr_nano fuyu gemma3 gemma4 gemma4_unified git glm46v glm4v glm4v_moe glm5_next glm_ocr glmasr glmga got_ocr2
-gpt-sw3 granite_docling granite_speech granite_speech_plus hunyuan_vl hy_v4_vl hyperclovax_vision_v2 idefics2 idefics3
-internvl kimi_k25 lfm2 lfm2_vl lfm3 lfm3_vl lighton_ocr llava llava_next llava_next_video llava_onevision minicpm_ocr
-minicpmv4_6 minicpmv4_7 minimax_m3_vl mistral3 mistral_large4 mllama molmo2 moshi moss_transcribe_diarize
-musicflamingo omniasr ovis2 paddleocr_vl paligemma pop2piano pp_chart2table qianfan_ocr qwen2_5_vl qwen2_audio
-qwen2_vl qwen3_5 qwen3_5_moe qwen3_asr qwen3_vl qwen3_vl_moe qwen4_exp shieldgemma2 smolvlm speech-encoder-decoder
+cosmos3_omni cpmant deepseek_vl diffllama ernie4_5_vl_moe exaone4_5 falcon_h1 fuyu gemma4 gemma4_unified git glm46v
+glm4v glm4v_moe glm5_next glm_ocr glmasr glmga got_ocr2 gpt-sw3 hunyuan_vl hy_v4_vl hyperclovax_vision_v2 idefics2
+idefics3 internvl lfm2 lfm2_vl lfm3 lfm3_vl lighton_ocr llava llava_next llava_next_video llava_onevision minicpm_ocr
+minicpmv4_6 minicpmv4_7 minimax_m3_vl mistral3 mistral_large4 moshi ovis2 paddleocr_vl pop2piano pp_chart2table
+qianfan_ocr qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe qwen3_vl qwen3_vl_moe qwen4_exp smolvlm speech-encoder-decoder
 step3p7 t5gemma udop video_llama_3 video_llava vipllava vision-encoder-decoder voxtral xlnet
 """
 COMPARED = frozenset(_COMPARED.split())
-"""Each ``model_type`` for which this was compared with the whole."""
+"""Each ``model_type`` for which this was compared with the whole, by a batch that most of these layers compute with."""
 _LEAST = 1 / 200
 """The part of a model's parameters from which a layer that nothing is known of is sharded."""
 

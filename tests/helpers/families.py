@@ -100,7 +100,12 @@ SPECIAL: dict[str, dict[str, Any]] = {
     **_named("llava_next llava_next_video llava_onevision", {"image_grid_pinpoints": [[32, 32]]}),
     "vipllava": {"vision_feature_layers": [-1, -2]},
     **_named("gemma3 shieldgemma2", {"mm_tokens_per_image": 4}),
-    **_named("hunyuan_vl_text paddleocr_vl_text ernie4_5_vl_moe_text", {"rope_parameters": SECTIONS}),
+    **_named(
+        "hunyuan_vl_text paddleocr_vl_text ernie4_5_vl_moe_text cosmos3_edge_text hy_v4_vl_text",
+        {"rope_parameters": SECTIONS},
+    ),
+    "glm5_next_text": {"qk_rope_head_dim": 0},
+    **_named("inkling2_text inkling2_loop_text", {"unpadded_vocab_size": 99}),
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]},
     "reformer": {"is_decoder": True, "axial_pos_shape": [8, 8], "axial_pos_embds_dim": [16, 16]},
     "llama4_vision_model": {"vision_output_dim": 64, "projector_input_dim": 64, "projector_output_dim": 64},

@@ -31,6 +31,7 @@ SIZES: dict[str, dict[str, Any]] = {
         "mamba_ngroups": 2,
         "mamba_d_state": 4,
         "chunk_size": 8,
+        "num_hidden_layers": 2,
         "layers_block_type": ["linear_attention", "hybrid"],
         "num_mem_blocks": 1,
         "hybrid_layer_ids": [1],

@@ -146,7 +146,7 @@ def serving(folder: Path, *options: str, **environment: str) -> Iterator[Server]
     served = Server(folder, *options, **environment)
     try:
         yield served
-        assert served.end() == 0, served.log
+        assert served.end() == 0, "".join(served.log)
         assert not [line for line in served.log if "Traceback" in line or "a request failed" in line], served.log
     finally:
         served.close()
@@ -282,7 +282,7 @@ class TestServer:
         while again is None:
             with suppress(openai.InternalServerError, openai.APIConnectionError):  # until the first rank ends
                 again = server.text()  # waits for the new ranks
-            assert again or time.monotonic() - killed < 30
+            assert again or time.monotonic() - killed < 30, "".join(server.log)
         assert again == want
         # another rank may have seen the loss and ended in the same moment, and stands beside it
         told = rf"rank {rank} was killed by SIGKILL\b.*; after \d+ s, the ranks start again"

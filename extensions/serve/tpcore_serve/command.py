@@ -106,11 +106,14 @@ def _round(
         for rank in range(tp):
             arguments, fds = (listener.fileno(), write, json.dumps(options)), (listener.fileno(), write)
             processes.start(_RANK, arguments, environment=serving_environment(rank, tp, job) | key, fds=fds)
-        while not ended and all(p.poll() is None for p in processes.all):
-            with suppress(BlockingIOError):
+        while True:
+            over = bool(ended) or any(p.poll() is not None for p in processes.all)
+            with suppress(BlockingIOError):  # a rank that has just ended may have told before
                 if os.read(ready, 1):
                     served = True
                     echo(f"tpcore serve: {options['name']} at {url}, tp={tp}")
+            if over:
+                break
             time.sleep(_POLL)
         exits = [(rank, p.returncode) for rank, p in enumerate(processes.all) if p.poll() is not None]
         if ended:

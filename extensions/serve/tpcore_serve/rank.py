@@ -98,18 +98,27 @@ class _Unread(Queue[Any]):
         pass
 
 
+class _Told(uvicorn.Server):
+    """Tells ``ready`` that it has started before anybody has an answer: a rank that is lost after one has served."""
+
+    def __init__(self, config: uvicorn.Config, ready: int) -> None:
+        super().__init__(config)
+        self._ready = ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        os.write(self._ready, b"1")
+
+
 async def _served(app: Any, engine: Any, batches: Batches, listener: socket.socket, ready: int) -> bool:
     """Serve until a signal, or until the engine stops. Whether it was a signal."""
     waits: dict[str, Any] = {"timeout_graceful_shutdown": _PATIENCE + _LAST, "timeout_keep_alive": _KEEP_ALIVE}
     # as many as come in one turn are accepted before the first is counted
     doors: dict[str, Any] = {"http": Connection, "ws": "none", "backlog": max(1, connections() // 4)}
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, **waits, **doors))
+    server = _Told(uvicorn.Config(app, log_level="warning", access_log=False, **waits, **doors), ready)
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
-    announced, last = False, math.inf
+    last = math.inf
     while not serving.done():
-        if server.started and not announced:
-            os.write(ready, b"1")
-            announced = True
         if not engine.is_running():
             server.should_exit = True
         elif server.should_exit:

@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -16,7 +17,7 @@ import openai
 import pytest
 from test_serve_answers import FIELDS, Run, Script, asking, served, streamed, whole
 
-from tpcore_serve import doors, rank
+from tpcore_serve import command, doors, rank
 from tpcore_serve.doors import LOCAL, Door
 from tpcore_serve.handlers import Chat, Completions
 
@@ -122,6 +123,7 @@ def listening() -> Iterator[Callable[[Callable[[int, Script], Awaitable[Any]]], 
     """Runs a function of the port of a server, and its engine."""
     before = signal.signal(signal.SIGTERM, lambda *_: None)
     ready, write = os.pipe()
+    os.set_blocking(ready, False)
     app, engine, batches = served(FIELDS)
 
     def run(ask: Callable[[int, Script], Awaitable[Any]]) -> Any:
@@ -136,10 +138,29 @@ def listening() -> Iterator[Callable[[Callable[[int, Script], Awaitable[Any]]], 
         with socket.create_server(("127.0.0.1", 0)) as listener:
             return asyncio.run(asked(listener))
 
+    run.ready = ready  # type: ignore[attr-defined]
     yield run
     signal.signal(signal.SIGTERM, before)
     os.close(ready)
     os.close(write)
+
+
+def test_ranks_that_answered_have_served_though_one_is_gone_at_once(
+    listening: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a server whose ranks were lost twice would end, for ranks that end before they serve are not tried again."""
+
+    async def ask(port: int, _: Script) -> bytes:
+        assert await healthy(port)
+        return os.read(listening.ready, 1)
+
+    assert listening(ask) == b"1"
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(command, "_RANK", "a_rank_that_goes")
+    (tmp_path / "a_rank_that_goes.py").write_text("import os, sys\nos.write(int(sys.argv[3]), b'1')\nos._exit(7)")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        found = command._round({"tp": 1, "name": "tiny"}, {}, listener, [], "here")
+    assert found == (True, "rank 0 exited with status 7")
 
 
 async def healthy(port: int) -> bool:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from helpers import pipelines
-from helpers.mutants import Mutant, breaks
 from helpers.nets import cut_net, ids_of, loss_of, plain_net
 from helpers.worlds import each_rank
 from test_zero import assert_equals, cut, mine, train
@@ -23,7 +22,7 @@ from tpcore.layers.sharding import Sharding, stamp
 from tpcore.layout.layout import AxisCut, Layout, Slot
 from tpcore.layout.shard import Block, ShardSpec
 from tpcore.testing import run_ranks
-from tpcore.train.muon.matrices import Home, NewtonSchulz
+from tpcore.train.muon.matrices import NewtonSchulz
 from tpcore.train.muon.optimizer import default_rule
 
 MATRICES = ("up.weight", "down.weight", "unused.weight")
@@ -347,31 +346,3 @@ def test_what_cannot_be_stepped_is_refused_on_every_rank(ctx: ParallelContext, c
     run, error, said = ERRORS[case]
     with pytest.raises(error, match=said):
         run(nn.Linear(4, 2))
-
-
-MUTANTS = (
-    Mutant(Home._through_shards, "spec.unshard(list(of_matrix))", "of_matrix[0]"),  # no other rank's part
-    Mutant(Home._through_shards, "spec.shard(matrix, rank, n)", "spec.shard(matrix, n - 1 - rank, n)"),
-    Mutant(Home._through_shards, "return self.shards.all_to_all(back, 0, 1)", "return back"),
-    Mutant(Home._round, "copies.all_gather(local, 0)", "local.repeat(copies.size, 1, 1)"),  # one owner for all
-    Mutant(Home._round, "copies.all_to_all(_filled(x, copies.size), 0, 1)", "_filled(x, copies.size).repeat(1, 2)"),
-    Mutant(tpcore.Muon._momentum, "lerp_(grad, 1 - momentum)", "lerp_(grad.roll(1, -1), 1 - momentum)"),
-)
-
-
-def four_steps(make: Any) -> None:
-    plain = plain_net()
-    full = {k: v.clone() for k, v in plain.state_dict().items()}
-    whole_steps(plain, 4)
-
-    def rank(ctx: ParallelContext) -> None:
-        net = cut_net(full)
-        train(net, make(net), mine(ctx), range(4), cut)
-        assert_equals(net, plain, ctx, 1e-9)
-
-    run_ranks(Mesh({"dp": 2, "tp": 2}), rank)
-
-
-@pytest.mark.parametrize("mutant", MUTANTS, ids=str)
-def test_what_is_wrong_in_one_place_shows(wide: None, mutant: Mutant) -> None:
-    assert breaks(mutant, [partial(four_steps, muon), partial(four_steps, zero1)])

@@ -19,7 +19,7 @@ from tpcore.testing import run_ranks
 
 sys.path.insert(0, str(ROOT / "examples"))
 
-from bert_model import SIZES, bert_config, build_bert, pretraining_losses
+from bert_model import build_bert, pretraining_losses
 
 SEED = 5
 
@@ -149,11 +149,3 @@ def test_heads_that_tp_does_not_divide(ctx):
         build_bert(config(heads=2), SEED)
     with pytest.raises(ValueError, match="tp=4 does not divide intermediate_size=66"):
         build_bert(config(intermediate_size=66), SEED)
-
-
-def test_named_sizes_build_valid_models():
-    for size, (layers, hidden, heads) in SIZES.items():
-        cfg = bert_config(size, vocab_size=2048, max_seq_length=64, dropout=0.1)
-        assert (cfg.num_hidden_layers, cfg.hidden_size, cfg.intermediate_size) == (layers, hidden, 4 * hidden)
-        assert hidden % heads == 0
-        assert hidden // heads == 64

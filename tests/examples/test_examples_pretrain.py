@@ -135,12 +135,6 @@ def test_reported_losses_are_means_over_micro_batches_and_data_parallel_ranks(te
     assert record["loss"] == record["mlm_loss"] + record["nsp_loss"]
 
 
-def test_learning_rate_rises_to_its_highest_and_falls_to_zero():
-    options = bert_pretrain.parse(["--warmup_steps=4", "--max_steps=10"])
-    shares = [bert_pretrain._share_of_lr(done, options) for done in range(11)]
-    assert shares == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6, 0.0])
-
-
 class TestErrors:
     mesh = Mesh({"dp": 1, "tp": 1})
 

@@ -116,6 +116,7 @@ dist.all_reduce(torch.ones(2))  # past tpcore: torch's excepthook prints the err
 """
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_line_that_names_the_lost_rank_has_no_prefix_of_torchs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -77,6 +77,7 @@ def test_backends_says_what_carries_the_collectives_and_why(monkeypatch):
     assert f"cpu_gloo: {remark}" == f"{over_gloo}[Errno 27] File too large"
 
 
+@pytest.mark.slow  # two interpreters, which import all backends
 def test_the_installed_script_and_the_module_print_the_same(tmp_path):
     installed(tmp_path, "process", "import no_such_module_anywhere")
     script = Path(sys.executable).with_name("tpcore")
@@ -91,10 +92,12 @@ def test_the_installed_script_and_the_module_print_the_same(tmp_path):
 
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])
-def test_without_its_extra_the_command_says_how_to_get_it(missing):
+def test_without_its_extra_the_command_says_how_to_get_it(missing, tmp_path):
     # None in sys.modules is how the import system itself spells "not to be found"
-    code = f"import sys; sys.modules[{missing!r}] = None; from tpcore.cli import main; main()"
-    done = run(sys.executable, "-c", code)
+    (tmp_path / "command.py").write_text(
+        f"import sys; sys.modules[{missing!r}] = None; import tpcore.cli as c; c.main()"
+    )
+    done = forked.run(["python", "command.py"], tmp_path)
     assert done.returncode == 1
     assert done.stdout == ""
     assert done.stderr == (f"the tpcore command needs {missing}, which is not installed: pip install 'tpcore[cli]'\n")

@@ -191,6 +191,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow  # six interpreters
 def test_a_function_sees_the_script_that_launches_it(tmp_path: Path) -> None:
     """Its arguments and options, its ``__main__``, and through it the workers that multiprocessing starts."""
     (tmp_path / "train.py").write_text(TRANSPARENT)

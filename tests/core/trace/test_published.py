@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import programs as forked
+from helpers.tiers import tiers
 from models import Encoder, batch
 from torch import nn
 
@@ -101,7 +102,7 @@ def _dies() -> nn.Module:
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("func", "error", "message"),
-    [(_fails, LookupError, "no such weights"), (_dies, PeerLostError, "rank 1 was killed by SIGKILL")],
+    tiers([(_fails, LookupError, "no such weights")], [(_dies, PeerLostError, "rank 1 was killed by SIGKILL")]),
 )
 def test_what_goes_wrong_in_a_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, func: Callable[[], Any], error: type[Exception], message: str

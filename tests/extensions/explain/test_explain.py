@@ -641,6 +641,7 @@ assert call.sent == call.nbytes == 24
 """
 
 
+@pytest.mark.slow  # a process that imports a copy of the source
 def test_a_new_primitive_is_told_by_its_entry_of_the_table(tmp_path: Path) -> None:
     run_with_a_new_primitive(tmp_path, NEW_PRIMITIVE)
 

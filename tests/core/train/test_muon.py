@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,8 @@ import torch
 from helpers import pipelines
 from helpers.nets import cut_net, ids_of, loss_of, plain_net
 from helpers.worlds import each_rank
+from test_pipeline_steps import staged, trained
 from test_zero import assert_equals, cut, mine, train
-from test_zero_pipeline import staged, trained
 from torch import Tensor, nn
 
 import tpcore
@@ -169,39 +168,6 @@ def test_on_one_rank_the_bits_are_those_of_torch(ctx: ParallelContext) -> None:
             made.step()
     for (name, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         assert torch.equal(p, q), name
-
-
-@pytest.mark.parametrize("first", [muon, zero1])
-def test_a_checkpoint_opens_on_any_other_mesh(wide: None, tmp_path: Path, first: Any) -> None:
-    plain = plain_net()
-    full = {k: v.clone() for k, v in plain.state_dict().items()}
-    whole_steps(plain, 8)
-
-    def save(ctx: ParallelContext) -> None:
-        net = cut_net(full)
-        optimizer = first(net)
-        train_on(net, optimizer, range(4), ctx)
-        tpcore.checkpoint.save({"model": net.state_dict(), "optimizer": optimizer}, tmp_path / "c")
-
-    def load(ctx: ParallelContext, make: Any) -> None:
-        net = cut_net(full)
-        optimizer = make(net, lr=1.0)
-        tpcore.checkpoint.load(tmp_path / "c", net, optimizer=optimizer)
-        train_on(net, optimizer, range(4, 8), ctx)
-        assert_equals(net, plain, ctx, 1e-9)
-
-    run_ranks(Mesh({"dp": 2, "tp": 2}), save)
-    for axes, make in (({"dp": 1, "tp": 4}, muon), ({"dp": 3, "tp": 1}, zero1), ({"dp": 2, "tp": 2}, zero1)):
-        run_ranks(Mesh(axes), partial(load, make=make))
-
-
-def train_on(net: nn.Module, optimizer: Any, steps: range, ctx: ParallelContext) -> None:
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: 1 / (1 + 0.1 * (s + steps[0])))
-    for step in steps:
-        optimizer.zero_grad()
-        loss_of(net, mine(ctx)(ids_of(step, 12))).backward()
-        tpcore.optimizer_step(optimizer, max_norm=0.3)
-        schedule.step()
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers.nets import Heads, Net, cut_net, ids_of, loss_of, plain_net
 from helpers.worlds import each_rank
-from test_zero_pipeline import staged, trained
+from test_pipeline_steps import staged, trained
 from torch import nn
 
 import tpcore

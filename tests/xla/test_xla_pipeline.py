@@ -2,44 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
-from helpers.pipelines import assert_same_gradients, batch_of, cut, plain
+from helpers.pipelines import batch_of, cut
 from onreplicas import on_replicas
 
 import tpcore
 from tpcore_neuron.testing import programs
-
-FLOAT64 = 1e-8  # XLA's exp and erf of float64 are good to about 1e-9, not to 1e-16
-
-
-def equal(ctx: tpcore.ParallelContext, count: int) -> None:
-    dense = plain(4, tied=True)
-    want = dense(**batch_of(8))
-    want.backward()
-    for engine in ("layers", "lockstep"):
-        model = cut(4, ctx, tied=True)
-        pipe = tpcore.PipelineModel(model, count)
-        tpcore.layers.move_model_to_device(model, ctx.device)
-        batch = {k: v.to(ctx.device) for k, v in batch_of(8).items()}
-        pipe.layers.shared = ["mix"]
-        if engine == "layers":
-            loss = model(**batch)
-            loss.backward()
-        else:
-            loss = pipe.run_train(**batch)
-        ctx.backend.mark_step()
-        torch.testing.assert_close(loss.detach().cpu(), want.detach(), rtol=FLOAT64, atol=FLOAT64)
-        grads = {n: p.grad.cpu() for n, p in model.named_parameters()}
-        tpcore.layers.move_model_to_device(model, "cpu")
-        for name, p in model.named_parameters():
-            p.grad = grads[name]
-        assert_same_gradients(model, dense, ctx, rtol=FLOAT64, atol=FLOAT64)
-
-
-@pytest.mark.parametrize(("pp", "tp", "count"), [(2, 2, 2), (4, 1, 2)])
-def test_a_pipeline_is_the_plain_model(pp: int, tp: int, count: int) -> None:
-    on_replicas(pp * tp, tp, equal, count, pp=pp)
 
 
 def counted(ctx: tpcore.ParallelContext) -> list[list[tuple[int, int, int]]]:

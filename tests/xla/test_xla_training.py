@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
-from helpers.nets import Net, assert_same_parameters, cut_net, ids_of, loss_of, plain_net
+from helpers.nets import Net, cut_net, ids_of, loss_of
 from onreplicas import on_replicas
 
 import tpcore
@@ -16,66 +15,6 @@ from tpcore.runtime.context import ParallelContext
 from tpcore_neuron.testing import programs
 
 FLOAT64 = 1e-8  # XLA's exp and erf of float64 are good to about 1e-9, not to 1e-16
-
-
-def one_step(ctx: ParallelContext, norm_type: float) -> None:
-    """Two micro-batches on each dp rank, clipped: as one large batch on the plain net."""
-    plain = plain_net()
-    full = {k: v.clone() for k, v in plain.state_dict().items()}
-    dp = ctx.comm("dp").size
-    for seed in range(2 * dp):
-        (loss_of(plain, ids_of(seed)) / (2 * dp)).backward()
-    want_norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.05, norm_type)
-    torch.optim.SGD(plain.parameters(), lr=1.0).step()
-
-    net = cut_net(full)
-    tpcore.layers.move_model_to_device(net, ctx.device)
-    assert net.head.weight is net.embed.weight
-    for seed in range(2):
-        ids = ids_of(2 * ctx.coord("dp") + seed).to(ctx.device)
-        (loss_of(net, ids) / 2).backward()
-    tpcore.reduce_gradients(net)
-    norm = tpcore.clip_grad_norm(net, 0.05, norm_type)
-    torch.optim.SGD(net.parameters(), lr=1.0).step()
-    ctx.backend.mark_step()
-    torch.testing.assert_close(norm.cpu(), want_norm, rtol=FLOAT64, atol=0)
-    tpcore.layers.move_model_to_device(net, "cpu")  # .cpu() would untie its weights
-    assert_same_parameters(net, dict(plain.named_parameters()), ctx, rtol=FLOAT64, atol=1e-10)
-
-
-@pytest.mark.parametrize(("world", "tp", "norm_type"), [(2, 2, 2.0), (4, 2, 2.0), (4, 4, float("inf"))])
-def test_one_step_is_that_of_the_plain_net(world, tp, norm_type):
-    on_replicas(world, tp, one_step, norm_type)
-
-
-def masks(ctx: ParallelContext) -> dict[str, torch.Tensor]:
-    def mask() -> torch.Tensor:
-        return F.dropout(torch.ones(64).to(ctx.device), 0.5)
-
-    tpcore.random.manual_seed(3)
-    state = tpcore.random.get_state()
-    out = {"replicated": mask()}
-    with tpcore.random.sharded():
-        out["sharded"] = mask()
-    out["replicated again"] = mask()
-    tpcore.random.set_state(state)
-    out["replayed"] = mask()
-    with tpcore.random.sharded():
-        out["sharded replayed"] = mask()
-    ctx.backend.mark_step()
-    return out
-
-
-def test_dropout_streams():
-    """Equal on all ranks outside of ``sharded()``, different on each inside, and replayed bit for bit."""
-    got = on_replicas(4, 4, masks)
-    for rank in got:
-        assert torch.equal(rank["replicated"], got[0]["replicated"])
-        assert torch.equal(rank["replicated again"], got[0]["replicated again"])
-        assert not torch.equal(rank["replicated"], rank["replicated again"])
-        assert torch.equal(rank["replayed"], rank["replicated"])
-        assert torch.equal(rank["sharded replayed"], rank["sharded"])
-    assert len({tuple(rank["sharded"].tolist()) for rank in got}) == 4
 
 
 def two_masks(ctx: ParallelContext) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from typing import NoReturn
 
 import pytest
@@ -24,40 +23,6 @@ def test_ranks_are_processes_in_order_and_a_small_world_uses_the_first(pool: Ran
     assert seen == [(rank, pool.pids()[rank], True, 1, "red") for rank in (0, 1)]
     assert len(set(pool.pids())) == 4
     assert pool.run(Mesh({"tp": 1}), _where) == [(0, pool.pids()[0], True, 1, None)]
-
-
-def _ranks(ctx: ParallelContext) -> tuple[int, list[float]]:
-    return id(ctx), ctx.world.all_gather(torch.full((1,), float(ctx.rank)), 0).tolist()
-
-
-def test_ranks_that_stay_are_in_one_job_of_their_size_timeout_and_env() -> None:
-    with RankPool(2) as small:
-        (first, _), (again, _), (alone,), (new, _) = (
-            small.run(Mesh({"tp": n}), _ranks, timeout=20.0, env={"COLOUR": "red"}, stay=True) for n in (2, 2, 1, 2)
-        )
-        assert first == again
-        assert first[1] == new[1] == [0.0, 1.0]
-        assert alone[1] == [0.0]
-        for other in ({"timeout": 10.0, "env": {"COLOUR": "red"}}, {"timeout": 20.0}):
-            with pytest.raises(ValueError, match=r"have timeout=20 and env=\{'COLOUR': 'red'\} in all their runs"):
-                small.run(Mesh({"tp": 2}), _where, **other, stay=True)
-        assert small.run(Mesh({"tp": 2}), _where, env={"COLOUR": "blue"})[1][4] == "blue"
-
-
-def _not_picklable(ctx: ParallelContext) -> object:
-    if ctx.rank == 0:
-        return threading.Lock()
-    error = ValueError("held")
-    error.lock = threading.Lock()  # type: ignore[attr-defined]
-    raise error
-
-
-def test_what_cannot_travel_is_told(pool: RankPool) -> None:
-    result, error = (o.error for o in pool.outcomes(Mesh({"tp": 2}), _not_picklable))
-    assert isinstance(result, ValueError)
-    assert "the result of rank 0 cannot be sent" in str(result)
-    assert isinstance(error, RuntimeError)
-    assert "ValueError: held" in str(error)
 
 
 def _loop_without_end(ctx: ParallelContext) -> NoReturn:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -19,7 +18,7 @@ import psutil
 import pytest
 import yaml
 from helpers import programs as forked
-from helpers.places import ROOT, TESTS
+from helpers.places import ROOT
 
 RECIPES = ROOT / "examples" / "launch"
 
@@ -119,50 +118,6 @@ def test_ranks_save_when_slurm_ends_the_job(tmp_path: Path) -> None:
 
 def documents(name: str) -> dict[str, Any]:
     return {d["kind"]: d for d in yaml.safe_load_all((RECIPES / name).read_text())}
-
-
-# Of each type that a Job or a Service of Kubernetes 1.37 has inside: its fields, their types, and which are
-# required. This is the OpenAPI description of that release without its texts and without status.
-SCHEMA = json.loads((TESTS / "data" / "kubernetes-1.37.json").read_text())
-KINDS = {"Job": "api.batch.v1.Job", "Service": "api.core.v1.Service"}
-TYPES: dict[str, type | tuple[type, ...]] = {
-    "array": list,
-    "boolean": bool,
-    "integer": int,
-    "null": type(None),
-    "number": (int, float),
-    "object": dict,
-    "string": str,
-}
-
-
-def misfits(value: Any, schema: dict[str, Any], where: str) -> list[str]:
-    """What in ``value`` is not as ``schema`` has it, each with its place."""
-    if "$ref" in schema:
-        return misfits(value, SCHEMA[schema["$ref"]], where)
-    if "oneOf" in schema:
-        found = [misfits(value, one, where) for one in schema["oneOf"]]
-        return min(found, key=len)
-    types = [schema["type"]] if isinstance(schema["type"], str) else schema["type"]
-    fits = any(isinstance(value, TYPES[t]) and isinstance(value, bool) == (t == "boolean") for t in types)
-    if not fits or value not in schema.get("enum", [value]):
-        return [f"{where}: {value!r} is not {schema.get('enum', types)}"]
-    if isinstance(value, list):
-        return [m for i, item in enumerate(value) for m in misfits(item, schema["items"], f"{where}[{i}]")]
-    if not isinstance(value, dict):
-        return []
-    fields, others = schema.get("properties", {}), schema.get("additionalProperties", False)
-    missing = [f"{where}: no {name}" for name in schema.get("required", ()) if name not in value]
-    unknown = [f"{where}: unknown {name}" for name in value if name not in fields and not others]
-    known = {name: fields.get(name, others) for name in value if fields.get(name, others)}
-    inside = [m for name, of in known.items() for m in misfits(value[name], of, f"{where}.{name}")]
-    return missing + unknown + inside
-
-
-@pytest.mark.parametrize("name", ["kubernetes.yaml", "kubernetes-neuron.yaml"])
-def test_a_manifest_fits_the_schema_of_kubernetes(name: str) -> None:
-    for kind, document in documents(name).items():
-        assert misfits(document, {"$ref": KINDS[kind]}, kind) == []
 
 
 @pytest.mark.parametrize("name", ["kubernetes.yaml", "kubernetes-neuron.yaml"])

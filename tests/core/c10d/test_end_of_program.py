@@ -6,6 +6,7 @@ import _thread
 import os
 import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -107,6 +108,8 @@ def test_threads_that_need_the_interpreter_are_waited_for() -> None:
     for _ in range(2):
         _thread.start_new_thread(work, ())
     begun.wait()
-    let_threads_finish("pt_some_library", 20.0)
+    start = time.monotonic()
+    let_threads_finish("pt_some_library", 50.0)
     assert finished == [True, True]
+    assert time.monotonic() - start < 50, "it waited for threads without work"
     asleep.release()

@@ -279,6 +279,9 @@ def test_options_of_the_other_endpoint_are_named(run: Run) -> None:
         ]:
             answer = await client._client.post(f"http://localhost/v1/{kind}", json=body)
             told.append((answer.status_code, answer.json()["error"]["message"]))
+        half = {"content": rb'{"prompt": "\ud800"}', "headers": {"content-type": "application/json"}}  # of a pair
+        answer = await client._client.post("http://localhost/v1/completions", **half)
+        assert "the body is not JSON" in answer.json()["error"]["message"]
         return told
 
     assert run(ask) == [

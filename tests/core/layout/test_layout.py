@@ -16,6 +16,7 @@ from torch import Tensor
 from tpcore import Block, Mesh, ShardSpec
 from tpcore.layout import Layout
 from tpcore.layout.layout import AxisCut, Slot
+from tpcore.layout.slices import narrowed, slabs
 
 AXES = ["pp", "dp", "tp"]
 MESHES = st.dictionaries(st.sampled_from(AXES), st.integers(1, 4), min_size=1).map(Mesh)
@@ -238,3 +239,15 @@ Layout((4, 4), (AxisCut(("tp",), ShardSpec((4, 4), 0)), AxisCut(("dp",), ShardSp
 def test_impossible_layouts_say_why(call: str) -> None:
     with pytest.raises(ValueError, match=IMPOSSIBLE[call]):
         eval(call)
+
+
+@settings(max_examples=300)
+@given(st.lists(st.integers(0, 5), max_size=4), st.data())
+def test_a_run_of_entries_is_boxes_in_their_order(shape: list[int], data: st.DataObject) -> None:
+    total = math.prod(shape)
+    start = data.draw(st.integers(0, total))
+    stop = data.draw(st.integers(start, total))
+    numbers, boxes = torch.arange(total).reshape(shape), list(slabs(shape, start, stop))
+    seen = [n for at, size in boxes for n in narrowed(numbers, at, size).flatten().tolist()]
+    assert seen == list(range(start, stop))
+    assert len(boxes) <= 2 * len(shape) + 1

@@ -121,14 +121,6 @@ def test_a_rank_has_features_of_experts_or_some_of_them(family: str, whole: bool
     assert found.share < most
 
 
-@newest
-@pytest.mark.parametrize("family", tiers(["qwen2_moe", "llama4_text"], slow=EXPERTS))
-def test_experts_where_tokens_are_sharded(family: str) -> None:
-    """Llama 4 gives tokens of all sequences in one dim."""
-    found = verdict(family, sequence_parallel=True)
-    assert found.works or "may mix tokens" in found.text
-
-
 @pytest.mark.parametrize(
     ("family", "options", "words"),
     [

@@ -92,11 +92,3 @@ def test_a_cache_is_refused_with_the_remedy(ctx: ParallelContext) -> None:
     tpcore.PipelineModel(model, 2)
     with pytest.raises(ValueError, match=r"get (cache|past_key_values), a DynamicCache: .*use_cache=False"):
         model(**batch(), use_cache=True)
-
-
-def test_layers_of_two_kinds_are_refused() -> None:
-    types = ["sliding_attention", "full_attention"] * 2
-    config = transformers.Qwen2Config(**{**TINY, "num_hidden_layers": 4}, layer_types=types, sliding_window=4)
-    model = transformers.Qwen2ForCausalLM(config)
-    with pytest.raises(ValueError, match=r"two kinds: .*'sliding_attention' and 'full_attention'"):
-        run_ranks(Mesh({"pp": 2, "dp": 1, "tp": 1}), lambda ctx: tpcore.PipelineModel(model, 2))

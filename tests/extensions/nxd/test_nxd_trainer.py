@@ -549,8 +549,8 @@ def test_adamw_in_float32_is_torchs_where_it_can_be_compared() -> None:
             optimizer.step()
     torch.testing.assert_close(mine, theirs)  # float32
     assert other.state[half]["exp_avg"].dtype == torch.float32
-    before = half.clone()
-    adamw_fp32_optim_params.AdamW_FP32OptimParams([half], lr=0.0, eps=0.0, weight_decay=0.1).step()  # a warm-up begins here
+    before = half.clone()  # a warm-up begins with a rate of 0
+    adamw_fp32_optim_params.AdamW_FP32OptimParams([half], lr=0.0, eps=0.0, weight_decay=0.1).step()
     assert half.equal(before)
 
 

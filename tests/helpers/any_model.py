@@ -27,7 +27,7 @@ from tpcore_hf.plan.model import own_rules, vocabulary
 from tpcore_hf.plan.rules import normalized, rule_of
 
 HEADS = ("IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "SPEECH_SEQ_2_SEQ", "SEQ_TO_SEQ_CAUSAL_LM", "CAUSAL_LM")
-IMAGE, AUDIO, VIDEO = 98, 97, 96
+IMAGE, AUDIO = 98, 97
 
 
 def types_with_heads() -> dict[str, str]:

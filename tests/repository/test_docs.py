@@ -287,26 +287,6 @@ def check_names(words: list[str], where: str) -> None:
             )
 
 
-@pytest.mark.parametrize(
-    ("shown", "printed", "mixed", "found"),
-    [
-        # the last digit may be another processor's
-        ("loss 1.027  norm 3.1e-05", "loss 1.025  norm 3.3e-05", False, True),
-        ("loss 1.027", "loss 1.030", False, False),
-        ("norm 3.1e-05", "norm 3.1e-04", False, False),
-        ("1.5 ... 2.50\n3", "1.5 and then 2.49\n3", False, True),
-        ("step 10", "step 11", False, False),
-        # lines of ranks may mix
-        ("rank ...: ...\nrank ...: ...\n", "rank 1: b\nrank 0: a\n", False, True),
-        ("rank ...: ...\nrank ...: ...\n", "rank 1: brank 0: a\n\n", False, False),
-        ("rank ...: ...\nrank ...: ...\n", "rank 1: brank 0: a\n\n", True, True),
-        ("rank ...: ...\nrank ...: ...\n", "rank 1: b\n", True, False),
-    ],
-)
-def test_what_is_shown_is_found_in_what_was_printed(shown: str, printed: str, mixed: bool, found: bool) -> None:
-    assert shown_in(shown, printed, mixed=mixed) is found
-
-
 DEFAULT = r"`(\w+)` \(default\)|default `(\w+)`\)"
 
 

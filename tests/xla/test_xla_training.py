@@ -14,7 +14,6 @@ from tpcore import Zero1
 from tpcore.runtime.context import ParallelContext
 from tpcore_neuron.testing import programs
 
-FLOAT64 = 1e-8  # XLA's exp and erf of float64 are good to about 1e-9, not to 1e-16
 
 
 def two_masks(ctx: ParallelContext) -> torch.Tensor:

@@ -143,7 +143,6 @@ CASES = [(attach, name) for attach, names in PLACES.items() for name in names]
 LATE = [case for case in CASES if case[0] not in (outer_loop, mixing_torch)]
 NOT_BEFORE = {(wrapped, ROW), (of_class, ROW), (shortened, "")}  # no plan knows it, no layer takes it, all is as before
 EARLY = [case for case in CASES if case not in NOT_BEFORE]
-REFUSED_EARLY = {(forward, ATTENTION), (of_class, ATTENTION)}
 
 
 def made() -> Any:

@@ -78,6 +78,23 @@ def mixtral(**options: Any) -> Any:
     return transformers.MixtralForCausalLM(transformers.MixtralConfig(**{**TINY, **experts, **options}))
 
 
+def vision() -> Any:
+    """Of experts; it adds what it sees to tokens between its blocks."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64}
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+    experts = {"moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2, "rope_parameters": rope}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_hidden_layers": 2}
+    seen = {"depth": 1, "num_heads": 4, "out_hidden_size": 32, "patch_size": 4, "deepstack_visual_indexes": [0]}
+    ids = {"image_token_id": 98, "video_token_id": 97, "vision_start_token_id": 96}
+    config = transformers.Qwen3VLMoeConfig(
+        text_config={**sizes, **experts, **heads, "vocab_size": 99},
+        vision_config={**sizes, **seen, "num_position_embeddings": 16},
+        **ids,
+        experts_implementation="eager",
+    )
+    return transformers.Qwen3VLMoeForConditionalGeneration(config)
+
+
 def text(vocab: int = 99, length: int = 8) -> dict[str, Tensor]:
     """Three sentences, one of them padded, and what to predict."""
     made = torch.Generator().manual_seed(1)

@@ -15,7 +15,6 @@ from tpcore.runtime.context import ParallelContext
 from tpcore_neuron.testing import programs
 
 
-
 def two_masks(ctx: ParallelContext) -> torch.Tensor:
     shared = F.dropout(torch.ones(64).to(ctx.device), 0.5)
     with tpcore.random.sharded():

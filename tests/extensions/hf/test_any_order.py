@@ -201,23 +201,6 @@ def test_hidden_states_are_whole() -> None:
     run_ranks(Mesh({"tp": 2}), rank)
 
 
-def vision() -> nn.Module:
-    """Which adds what it sees to tokens between its blocks."""
-    sizes = {"hidden_size": 32, "intermediate_size": 64}
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
-    experts = {"moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2, "rope_parameters": rope}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_hidden_layers": 2}
-    seen = {"depth": 1, "num_heads": 4, "out_hidden_size": 32, "patch_size": 4, "deepstack_visual_indexes": [0]}
-    ids = {"image_token_id": 98, "video_token_id": 97, "vision_start_token_id": 96}
-    config = hf.transformers.Qwen3VLMoeConfig(
-        text_config={**sizes, **experts, **heads, "vocab_size": 99},
-        vision_config={**sizes, **seen, "num_position_embeddings": 16},
-        **ids,
-        experts_implementation="eager",
-    )
-    return hf.transformers.Qwen3VLMoeForConditionalGeneration(config)
-
-
 @pytest.mark.skipif(not hf.SPREADS, reason="experts of this transformers are whole, and may mix tokens: refused")
 @pytest.mark.parametrize("length", [13, 14])
 def test_what_is_added_between_blocks_meets_whole_tokens(length: int) -> None:
@@ -230,7 +213,7 @@ def test_what_is_added_between_blocks_meets_whole_tokens(length: int) -> None:
         "mm_token_type_ids": (ids == 98).long(),
     }
     hf.assert_equals_whole(
-        vision, (2,), {"input_ids": ids, "labels": ids, **image}, tolerance=ROUNDS, sequence_parallel=True
+        hf.vision, (2,), {"input_ids": ids, "labels": ids, **image}, tolerance=ROUNDS, sequence_parallel=True
     )
 
 

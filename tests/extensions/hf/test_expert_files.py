@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from helpers import hf
 from helpers.pipelines import part_of
 from helpers.tiers import tiers
@@ -129,16 +128,7 @@ def test_a_rank_reads_of_each_expert_what_it_keeps(
 
 def transposed(folder: Path) -> Any:
     """Written as the first Qwen3-VL-MoE are: ``[experts, in, out]``, and in memory ``[experts, out, in]``."""
-    sizes = {"hidden_size": 32, "intermediate_size": 64}
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
-    experts = {"moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2, "rope_parameters": rope}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_hidden_layers": 2}
-    vision = {"depth": 1, "num_heads": 4, "out_hidden_size": 32, "patch_size": 4, "deepstack_visual_indexes": [0]}
-    config = transformers.Qwen3VLMoeConfig(
-        text_config={**sizes, **experts, **heads, "vocab_size": 99},
-        vision_config={**sizes, **vision, "num_position_embeddings": 16},
-    )
-    whole = transformers.Qwen3VLMoeForConditionalGeneration(config)
+    whole = hf.vision()
     whole.save_pretrained(folder)
     stored = load_file(folder / "model.safetensors")
     stored |= {key: t.transpose(1, 2).contiguous() for key, t in stored.items() if ".experts." in key}

@@ -115,10 +115,6 @@ def test_a_copied_model_is_its_own(name: str) -> None:
     assert_equals_whole(MODELS[name], (2,), run=run, tolerance=ROUNDS, sequence_parallel=True)
 
 
-def test_an_odd_number_of_tokens_stays_whole() -> None:
-    assert_equals_whole(llama, (2,), text(length=7), sequence_parallel=True)
-
-
 def calls(make: Any = llama, **options: Any) -> dict[str, int]:
     """Collectives of one step of a model of two layers, by name, on rank 0."""
 

@@ -96,16 +96,6 @@ def test_ranks_write_one_text_of_one_prompt(ctx: tpcore.ParallelContext) -> None
         model.generate(text()["input_ids"] + ctx.rank, max_new_tokens=3)
 
 
-def test_hidden_states_are_whole_where_asked_for() -> None:
-    assert_equals_whole(
-        llama,
-        (2,),
-        run=lambda model, batch: model(**batch, output_hidden_states=True).hidden_states,
-        tolerance=ROUNDS,
-        sequence_parallel=True,
-    )
-
-
 @pytest.mark.parametrize(("make", "options"), [(llama, {}), (mixtral, {"output_router_logits": True})])
 def test_logits_in_a_tuple_are_whole(make: Any, options: dict[str, bool]) -> None:
     def run(model: Any, batch: dict[str, Any]) -> list[torch.Tensor]:

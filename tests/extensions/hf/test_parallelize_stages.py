@@ -231,3 +231,70 @@ def test_stages_of_different_numbers_of_layers(make: Any, per_stage: Any, want: 
     again = type(whole).from_pretrained(tmp_path, dtype=torch.float64)
     for (name, p), q in zip(again.named_parameters(), whole.parameters(), strict=True):
         assert torch.equal(p, q), name
+
+
+# -- the layers alone: the model's own forward runs the pipeline
+def padded() -> dict[str, torch.Tensor]:
+    """With padding: masks differ by microbatch, and the numbers of labels do not."""
+    ids = torch.randint(3, 99, (6, 8), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones(6, 8, dtype=torch.int64)
+    mask[1, :3], mask[4, 5:] = 0, 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids}
+
+
+def uncached(name: str) -> Any:
+    model: Any = hf.double(MODELS[name])
+    model.config.use_cache = False
+    return model
+
+
+@pytest.mark.parametrize("engine", ["layers", "lockstep"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
+def test_a_model_that_no_plan_cut(name: str, engine: str) -> None:
+    dense = uncached(name)
+    want = dense(**padded()).loss
+    want.backward()
+    grads = {n: p.grad for n, p in dense.named_parameters()}
+
+    def rank(ctx: tpcore.ParallelContext) -> set[str]:
+        model = uncached(name)
+        pipe = tpcore.PipelineModel(model, 3)
+        if engine == "lockstep":
+            loss = pipe.run_train(**padded())
+        else:
+            out = model(**padded())
+            loss = out.loss
+            loss.backward()
+            assert out.logits.shape == (6, 8, 99)
+        torch.testing.assert_close(loss.detach(), want.detach(), **ROUNDS)
+        torch.testing.assert_close(pipe.run_eval(**padded()), want.detach(), **ROUNDS)
+        for n, p in model.named_parameters():
+            torch.testing.assert_close(p.grad, grads[n], **ROUNDS)
+        return {n for n, _ in model.named_parameters()}
+
+    names = run_ranks(Mesh({"pp": 2, "dp": 1, "tp": 1}), rank)
+    assert set().union(*names) == set(grads)
+
+
+def test_the_loss_of_all_tokens_where_microbatches_have_different_numbers() -> None:
+    """The model divides by the number that it is given; the microbatches' losses are added."""
+    labels = padded()["input_ids"].clone()
+    labels[0, :] = labels[3, 2:] = -100
+    dense = uncached("llama")
+    count = (labels[:, 1:] != -100).sum()
+    want = dense(input_ids=padded()["input_ids"], labels=labels).loss
+    given = {"input_ids": padded()["input_ids"], "labels": labels, "num_items_in_batch": count}
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        pipe = tpcore.PipelineModel(uncached("llama"), 3, loss="sum")
+        torch.testing.assert_close(pipe.run_train(**given), want.detach(), **ROUNDS)
+
+    run_ranks(Mesh({"pp": 2, "dp": 1, "tp": 1}), rank)
+
+
+@each_rank(pp=2, dp=1, tp=1)
+def test_a_cache_is_refused_with_the_remedy(ctx: tpcore.ParallelContext) -> None:
+    model = uncached("llama")
+    tpcore.PipelineModel(model, 2)
+    with pytest.raises(ValueError, match=r"get (cache|past_key_values), a DynamicCache: .*use_cache=False"):
+        model(**padded(), use_cache=True)

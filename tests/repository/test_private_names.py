@@ -112,8 +112,8 @@ INHERITED = {
     "_move_model_to_device _save _save_optimizer_and_scheduler _train_batch_size",
     "tpcore_neuron.stand_in.group": "_allgather_base _reduce_scatter_base _set_group_name",
     "tpcore_serve.batches": "_cb _parser _queue _request_id",
-    "tpcore_serve.handlers": "_build_completion _build_generation_config _non_streaming _resolve_model _streaming "
-    "_valid_params_class _validate_request",
+    "tpcore_serve.handlers": "_build_chunk_sse _build_completion _build_generation_config _non_streaming "
+    "_resolve_model _streaming _valid_params_class _validate_request",
 }
 """What subclasses of another library's classes override, or read of themselves."""
 STAND_IN = {

@@ -1,4 +1,4 @@
-"""Requests in the engine: their limits, their sampling, the strings at which they stop, and their end."""
+"""Requests in the engine: their limits, the strings at which they stop, and their end."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ import random
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from fastapi import HTTPException
-from torch import Tensor
 from transformers.cli.serving.utils import (
     CBGenerateManager,
     CBStreamer,
@@ -18,9 +16,8 @@ from transformers.cli.serving.utils import (
     _StreamError,
     response_events_to_chunks,
 )
-from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessor
-from transformers.generation.logits_process import LogitsProcessorList
 
+from .logprobs import Likelihood, Names, Passage
 from .text import Text
 
 _ENDED = "a rank failed, and the ranks start again: ask again"
@@ -39,6 +36,7 @@ class Batches(CBGenerateManager):
         super().__init__()
         self._cb: Any = engine
         self.limit, self.most = limit, most
+        self._names: Names | None = None
         self.totals = dict.fromkeys(("requests", "requests_refused", "prompt_tokens", "generated_tokens"), 0)
 
     def counts(self) -> tuple[int, int]:
@@ -64,17 +62,22 @@ class Batches(CBGenerateManager):
             self.totals["requests_refused"] += 1
             raise HTTPException(429, f"{self.most} requests are open, and no more are taken: try again later")
 
-    def generate_streaming(
-        self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, response_parser: Any = None
-    ) -> tuple[asyncio.Queue[Any], Stream]:
-        self.admit()
-        ids = inputs["input_ids"]
+    def _short_enough(self, ids: list[int]) -> list[int]:
         if not ids:
             raise HTTPException(400, "the prompt has no tokens")
         if len(ids) >= self.limit:
             message = f"the prompt has {len(ids)} tokens, and prompt and answer may have {self.limit} together"
             raise HTTPException(400, message)
+        return ids
+
+    def generate_streaming(
+        self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, response_parser: Any = None
+    ) -> tuple[asyncio.Queue[Any], Stream]:
+        self.admit()
+        ids = self._short_enough(inputs["input_ids"])
         gen_config.max_new_tokens = min(gen_config.max_new_tokens, self.limit - len(ids))
+        logprobs, echoed = gen_config.logprobs, inputs.get("echo")
+        asked = {} if logprobs is None else {"logprobs": logprobs, "echo": echoed is not None}
         seed = getattr(gen_config, "seed", None)
         sampled = gen_config.do_sample and gen_config.temperature != 0
         queue: asyncio.Queue[Any] = asyncio.Queue()
@@ -85,18 +88,21 @@ class Batches(CBGenerateManager):
                 response_parser.initial_events = []
         text = Text(processor, ids if gen_config.continues else [], special=response_parser is not None)
         options = {"response_parser": response_parser, "config": gen_config, "totals": self.totals}
+        self._names = self._names or Names(processor)  # of the one model
+        options |= {"names": self._names if asked else None, "prompt": ids, "echo": echoed}
         stream = Stream(self._cb, request_id, text, loop, queue, **options)
         self._cb.register_result_handler(request_id, stream.take)
         accepted = self._cb.add_request(
             ids,
             request_id=request_id,
             streaming=True,
-            max_new_tokens=gen_config.max_new_tokens,
+            max_new_tokens=max(1, gen_config.max_new_tokens),
             eos_token_id=gen_config.eos_token_id,
             temperature=float(1.0 if gen_config.temperature is None else gen_config.temperature) if sampled else 0.0,
             top_k=int(gen_config.top_k or 0),
             top_p=float(1.0 if gen_config.top_p is None else gen_config.top_p),
             seed=random.getrandbits(32) if seed is None else seed,  # of the first rank, for all
+            **asked,
         )
         if accepted is None:
             self._cb.output_router.result_handlers.pop(request_id)
@@ -104,12 +110,6 @@ class Batches(CBGenerateManager):
         self.totals["requests"] += 1
         self.totals["prompt_tokens"] += len(ids)
         return queue, stream
-
-    async def generate_non_streaming(
-        self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
-    ) -> tuple[str, int, list[int]]:
-        parts, stream = await self.parts(model, processor, inputs, gen_config, request_id)
-        return "".join(parts), len(inputs["input_ids"]), stream.tokens
 
     async def parts(self, *request: Any, **options: Any) -> tuple[list[Any], Stream]:
         """All that the stream of a request has: text, and with a parser reasoning and calls of tools."""
@@ -138,9 +138,21 @@ class Stream(CBStreamer):
     """The text of one request, up to the first of the strings at which it stops."""
 
     def __init__(
-        self, engine: Any, request_id: str, text: Text, *args: Any, config: Any, totals: dict[str, int], **options: Any
+        self,
+        engine: Any,
+        request_id: str,
+        text: Text,
+        *args: Any,
+        config: Any,
+        totals: dict[str, int],
+        names: Names | None = None,
+        prompt: list[int] = [],  # noqa: B006  it is read alone
+        echo: tuple[str, list[int]] | None = None,
+        **options: Any,
     ) -> None:
-        """``config``: of the generation, with ``stop_strings``. ``totals``: where tokens are counted."""
+        """``config``: of the generation, with ``stop_strings``. ``totals``: where tokens are counted. ``names``: of
+        tokens, if their log-probabilities are told. ``echo``: if the answer begins with it, the text of the ``prompt``,
+        and where each token begins in it."""
         nothing: Any = None  # for transformers' decoder
         super().__init__(engine, request_id, nothing, *args, **options)
         self._text, self._totals = text, totals
@@ -149,6 +161,9 @@ class Stream(CBStreamer):
         self._stops = [stops] if isinstance(stops, str) else stops
         self._ends = ends if isinstance(ends, list) else [ends]
         self.tokens: list[int] = []
+        self._names, self._prompt, self._echo = names, prompt, echo
+        self._before = 0 if echo is None else len(echo[0])  # characters of the choice before the answer
+        self._entries: list[Likelihood] = []  # which no part has yet
 
     def take(self, output: Any) -> None:
         """The engine's callback, in the server's loop: an error here would also keep the step from other requests."""
@@ -168,7 +183,14 @@ class Stream(CBStreamer):
             why = f"a rank failed, and the ranks start again: {(output.error or 'no message').splitlines()[0]}"
             self._queue.put_nowait(Failure(503, _TOLD if told else why))
             return
+        if self._echo is not None and (output.generated_tokens or output.is_finished()):
+            self._begin(output, *self._echo)
+        if self._config.max_new_tokens == 0:
+            self._over = True
+            self.end()
+            return
         for token in output.generated_tokens[len(self.tokens) :]:
+            self._note(token, output)
             self.tokens.append(token)
             self.total_tokens += 1
             self._totals["generated_tokens"] += 1
@@ -180,6 +202,27 @@ class Stream(CBStreamer):
             self._feed(self._text.rest())
             if not self._over:
                 self._end(self._pending, self.tokens[-1] in self._ends)
+
+    def _begin(self, output: Any, text: str, offsets: list[int]) -> None:
+        """Send the prompt. Its first token has nothing that it could be likely after."""
+        self._echo = None
+        if self._names is not None:
+            self._entries = [Likelihood(self._names.of(self._prompt[0]), offsets[0], None, [])]
+            those = zip(offsets[1:], output.logprobs, strict=False)
+            self._entries += [self._names.entry(offset, each) for offset, each in those]
+        self._queue.put_nowait(self._with_entries(text))
+
+    def _note(self, token: int, output: Any) -> None:
+        if self._names is not None:
+            place = len(output.logprobs) - len(output.generated_tokens) + len(self.tokens)
+            self._entries.append(self._names.entry(self._before + self._text.length, output.logprobs[place]))
+
+    def _with_entries(self, part: str) -> str:
+        """``part`` with the entries that have come, if they are asked for."""
+        if self._entries:
+            part = Passage(part) if type(part) is str else part
+            part.entries, self._entries = self._entries, []  # type: ignore[attr-defined]
+        return part
 
     def _feed(self, text: str) -> None:
         text = self._pending + text
@@ -198,7 +241,7 @@ class Stream(CBStreamer):
     def _send(self, text: str) -> None:
         parser: Any = self._parser
         if text and parser is None:
-            self._queue.put_nowait(text)
+            self._queue.put_nowait(self._with_entries(text))
         elif text:
             self._put(parser.feed(text))
 
@@ -211,7 +254,7 @@ class Stream(CBStreamer):
                 for item in response_events_to_chunks([event | {"value": each}]):
                     if isinstance(item, ToolCall):
                         (item.name + item.arguments).encode()  # an error of what is no text
-                    self._queue.put_nowait(item)
+                    self._queue.put_nowait(self._with_entries(item) if isinstance(item, str) else item)
 
     def end(self) -> None:
         parser: Any = self._parser
@@ -221,6 +264,8 @@ class Stream(CBStreamer):
             except (ValueError, RuntimeError):
                 if self.tokens[-1] in self._ends:  # it was not cut: what is open is malformed
                     raise
+        if self._entries:
+            self._queue.put_nowait(self._with_entries(""))
         self._queue.put_nowait(None)
 
     def _end(self, rest: str, stopped: bool) -> None:
@@ -235,62 +280,3 @@ class Stream(CBStreamer):
         self._over = True
         super().cancel()
         self._cb.output_router.result_handlers.pop(self._request_id, None)
-
-
-class Sampling(ContinuousBatchingLogitsProcessor):
-    """Leaves each row one token, which the engine's argmax takes.
-
-    A request has ``temperature`` (0: the most likely token), ``top_k`` (0: all), ``top_p`` (1: all) and ``seed``. Its
-    numbers are drawn from the seed and the place of its token, not from a stream that other requests use too.
-    """
-
-    supported_kwargs = {"temperature": float, "top_k": int, "top_p": float, "seed": int}
-    ignored_kwargs = ()
-
-    def __init__(self) -> None:
-        self._rows: list[tuple[dict[str, Any], int]] = []
-
-    def fill_defaults(self, int32_tensor: Tensor) -> None:
-        int32_tensor.zero_()
-
-    def prepare_tensor_args(self, requests_with_new_token: list[Any]) -> Tensor:
-        states = [request.state for request in requests_with_new_token]
-        # the place: a request that made room in a full cache begins again with its tokens as a part of the prompt
-        places = [len(state.initial_tokens) + state.generated_len() for state in states]
-        self._rows = [(state.logit_processor_kwargs, place) for state, place in zip(states, places, strict=True)]
-        return torch.zeros(len(states), dtype=torch.int32)
-
-    def __call__(self, scores: Tensor, tensor_arg: Tensor) -> Tensor:
-        tokens = [
-            int(choose(row, number, **options)) for row, (options, number) in zip(scores, self._rows, strict=False)
-        ]
-        chosen = torch.zeros_like(scores)
-        chosen[torch.arange(len(tokens)), tokens] = 1
-        return chosen
-
-
-def choose(
-    scores: Tensor, number: int, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0
-) -> Tensor:
-    """The token after ``scores`` [vocabulary]: softmax with temperature, of the ``top_k`` best, of the fewest whose
-    probabilities sum to ``top_p`` (nucleus sampling, Holtzman et al. 2020, arXiv:1904.09751)."""
-    if temperature == 0:
-        return scores.argmax()
-    k = min(top_k, len(scores)) if top_k > 0 else len(scores)
-    wide = scores.float()
-    # below the largest: at the smallest temperature the others become minus infinity, and nothing becomes no number
-    best, tokens = ((wide - wide.max()) / max(temperature, 1e-6)).topk(k)
-    chances = best.softmax(0)
-    nucleus = chances.cumsum(0) - chances < top_p
-    nucleus[0] = True  # a top_p that is 0 in float32 leaves the most likely one too
-    chances = torch.where(nucleus, chances, 0.0)
-    generator = torch.Generator(scores.device).manual_seed((seed * 1_000_003 + number) % 2**63)
-    return tokens[torch.multinomial(chances, 1, generator=generator)]
-
-
-def sample_by_request(manager: Any) -> None:
-    """Let the requests of ``manager``, which has not started, have their own ``Sampling``."""
-    processors = manager.logit_processor
-    processors.logits_processor, processors.tensors_required = LogitsProcessorList([Sampling()]), 1
-    processors._retrieve_processors_kwargs()
-    processors.do_processing = True

@@ -30,8 +30,9 @@ from tpcore_hf import lazy, parallelize
 from tpcore_hf.generate.cached import longrope_length
 
 from . import API_KEY
-from .batches import Batches, sample_by_request
+from .batches import Batches
 from .doors import LOCAL, Connection, connections
+from .sampling import sample_by_request
 from .server import application
 
 _PATIENCE = 10  # seconds for open requests, when the server is told to end

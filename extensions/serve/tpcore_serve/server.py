@@ -1,14 +1,12 @@
-"""The web application of the first rank: OpenAI's routes over transformers' handlers, and what requests may say."""
+"""The web application of the first rank: OpenAI's routes over transformers' handlers."""
 
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
-from functools import partial
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,19 +15,18 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from jinja2 import TemplateError
 from starlette.exceptions import HTTPException as RouteError
 from starlette.requests import ClientDisconnect
-from transformers import PreTrainedTokenizerBase
 
 from tpcore.log import log
 
 from .batches import Batches, first_line
 from .doors import LOCAL, Door
 from .handlers import Chat, Completions
+from .requests import malformed
 
 _BYTES = 2**23  # of a body
 _WAIT = 30  # seconds for a body to come
 _LONGEST = 500  # characters of an error
 _WORD = 16  # characters of a token or more: unknown words and spaces are few tokens
-_VALUE = 200  # of which a wrong value may be so many, for the reason stands after it
 _CLOSED = 499  # nginx's status for a client that left
 _POLL = 0.25  # seconds between looks whether a client is there
 
@@ -187,111 +184,3 @@ def failure(status: int, message: str) -> Response:
 def _body(status: int, message: str) -> dict[str, Any]:
     kind = "invalid_request_error" if status < 500 else "server_error"
     return {"error": {"message": message, "type": kind, "param": None, "code": status}}
-
-
-# -- requests: each wrong value is one sentence, with the value and what there is ----------------------------------
-OptionRule = tuple[Callable[[Any], bool], str]
-"""Whether a value is one of the option, and what such values are."""
-
-
-def _number(noun: str, kinds: tuple[type, ...], low: float, high: float) -> OptionRule:
-    def fits(value: Any) -> bool:
-        return type(value) in kinds and bool(low <= value <= high)  # True is no number here
-
-    return fits, f"{noun} from {low} to {high}"
-
-
-_whole, _real = partial(_number, "a whole number", (int,)), partial(_number, "a number", (int, float))
-
-
-def _is_stop(value: Any) -> bool:
-    strings = [value] if isinstance(value, str) else value
-    return isinstance(strings, list) and len(strings) <= _STOPS and all(isinstance(s, str) and s for s in strings)
-
-
-_STOPS = 4
-_OF_THE_CALL = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters, "load_audio_from_video"}
-"""No client brings a template of its own: it is a program, which need not end."""
-_RULES: dict[str, OptionRule] = {
-    **dict.fromkeys(("max_tokens", "max_completion_tokens"), _whole(1, 2**31 - 1)),
-    "temperature": _real(0, 2),
-    "top_p": _real(0, 1),
-    "top_k": _whole(0, 2**31 - 1),
-    "seed": _whole(0, 2**63 - 1),
-    "stream": (lambda value: isinstance(value, bool), "true or false"),
-    "stop": (_is_stop, f"a string or a list of strings, at most {_STOPS}"),
-    "tools": (lambda value: isinstance(value, list) and all(isinstance(t, dict) for t in value), "a list of objects"),
-    "chat_template_kwargs": (lambda value: isinstance(value, dict), "an object"),
-}
-_NO_EFFECT = ("user", "metadata", "store", "service_tier", "stream_options", "parallel_tool_calls")
-_ONLY: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("n", "best_of"), (1,)),
-    **dict.fromkeys(("echo", "logprobs"), (False,)),
-    **dict.fromkeys(("top_logprobs", "presence_penalty", "frequency_penalty"), (0,)),
-    "logit_bias": ({},),
-    "response_format": ({"type": "text"},),
-    "tool_choice": ("auto",),
-    "modalities": (["text"],),
-    **dict.fromkeys(("suffix", "reasoning_effort", "generation_config", "audio", "functions", "function_call"), ()),
-    **dict.fromkeys(("prediction", "web_search_options"), ()),
-}
-"""Options that nothing here follows: the values at which that makes no difference."""
-_ROLES = ("system", "developer", "user", "assistant", "tool")
-
-
-def malformed(body: Any, content: str) -> str | None:
-    """What is wrong with ``body``, whose text is in ``content``: "prompt" or "messages"; None if nothing is."""
-    if not isinstance(body, Mapping):
-        return f"the body must be a JSON object, not {type(body).__name__}"
-    unknown = sorted(map(str, body.keys() - {"model", content, *_RULES, *_ONLY, *_NO_EFFECT}))
-    if unknown:
-        return f"there is no option {', '.join(unknown)}"
-    for name, values in _ONLY.items():
-        if name in body and body[name] not in values:
-            return f"{name}={_short(body[name])} is not supported: leave it out"
-    for name, (fits, description) in _RULES.items():
-        if name in body and not fits(body[name]):
-            return f"{name}={_short(body[name])} is not {description}"
-    if reserved := sorted(body.get("chat_template_kwargs", {}).keys() & _OF_THE_CALL):
-        return f"chat_template_kwargs has {', '.join(reserved)}, which the server says itself"
-    if body.get("top_p") == 0:
-        return "top_p=0 leaves no token: temperature=0 takes the most likely one"
-    if content == "messages":
-        return _messages(body.get("messages"))
-    prompt = body.get("prompt")
-    if _is_prompt(prompt) or (isinstance(prompt, list) and prompt and all(map(_is_prompt, prompt))):
-        return None
-    return f"prompt={_short(prompt)} is not a string of one or more characters, token ids, or a list of such prompts"
-
-
-def _is_prompt(value: Any) -> bool:
-    tokens = isinstance(value, list) and all(type(token) is int and token >= 0 for token in value)
-    return bool(value) and (isinstance(value, str) or tokens)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _VALUE else f"{text[:_VALUE]} ..."
-
-
-def _messages(messages: Any) -> str | None:
-    if not isinstance(messages, list) or not messages:
-        return "messages must be a list of one or more messages"
-    for i, message in enumerate(messages):
-        if not isinstance(message, dict) or message.get("role") not in _ROLES:
-            return f"messages[{i}] must be an object whose role is one of {', '.join(_ROLES)}"
-        content = message.get("content", "")
-        parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-        for part in parts:
-            if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
-                return f"the content of messages[{i}] must be text"
-        if not _calls(message.get("tool_calls", [])):
-            return f"tool_calls of messages[{i}] must be objects whose function has arguments, an object or its JSON"
-    return None
-
-
-def _calls(calls: Any) -> bool:
-    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        return False
-    functions = [call.get("function") or call for call in calls]
-    return all(isinstance(f, dict) and isinstance(f.get("arguments"), dict | str) for f in functions)

@@ -29,6 +29,9 @@ class Text:
         end = next((n for n in range(len(before), 0, -1) if self._whole(before[n - 1])), 0)
         self._tokens = self._last(before[:end])
         self._shown = len(self._decoded(self._tokens))
+        self._given = 0
+        self.length = 0
+        """Characters of the tokens so far; bytes that are no character yet are none."""
 
     def add(self, token: int) -> str:
         """The text that is certain with ``token`` and was not before."""
@@ -36,6 +39,8 @@ class Text:
         text, certain = self._certain(self._tokens)
         new = text[self._shown : certain - self._held]
         self._shown += len(new)
+        self._given += len(new)
+        self.length = self._given + max(0, certain - self._shown)
         if len(self._tokens) > _MANY and self._shown + self._held == len(text):
             self._tokens = self._last(self._tokens)
             self._shown = len(self._decoded(self._tokens)) - self._held

@@ -1,10 +1,14 @@
-"""lm-eval's figures of a sharded model are the whole model's, where the harness is installed."""
+"""lm-eval's figures of a sharded model, asked itself or over HTTP, are the whole model's, where it is installed."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import os
+import re
+import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -74,10 +78,14 @@ def _leaves(said: Any) -> Iterator[Any]:
         yield from _leaves(value) if isinstance(value, (dict, list)) else [value]
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("lm_eval") is None, reason="lm_eval, 60 packages, is not among the pinned ones"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("lm_eval") is None, reason="lm_eval, 60 packages, is not among the pinned ones"
+    ),
+]
+
+
 def test_the_figures_are_the_whole_models(tmp_path: Path) -> None:
     _write_inputs(tmp_path)
     page = (ROOT / "docs" / "evaluate.md").read_text()
@@ -93,3 +101,34 @@ def test_the_figures_are_the_whole_models(tmp_path: Path) -> None:
     assert said.keys() == whole_said.keys() == set(KINDS)
     # sums of two ranks round otherwise; texts and flags are compared as they are
     assert list(_leaves(said)) == [pytest.approx(v, abs=1e-9) for v in _leaves(whole_said)]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tenacity") is None, reason="lm_eval's client is of lm_eval[api]")
+def test_the_figures_over_http_are_the_whole_models(tmp_path: Path) -> None:
+    """Prompts of several kinds and lengths, in lists, with what the harness asks of a completion and no more."""
+    _write_inputs(tmp_path)
+    kinds = ["choices", "perplexity", "rolling", "answers"]  # what is sampled has other numbers
+    environment = {"OMP_NUM_THREADS": "1", "HF_DATASETS_CACHE": str(tmp_path / "cache"), "HF_DATASETS_OFFLINE": "1"}
+    page = (ROOT / "docs" / "evaluate.md").read_text()
+    serve, evaluate = (shlex.split(line) for line in re.findall(r"^(?:tpcore serve|lm_eval) .*", page, re.M))
+    options = {"stdout": subprocess.PIPE, "cwd": tmp_path, "text": True, "env": {**os.environ, **environment}}
+    words = [sys.executable, "-m", "tpcore", *serve[1:], "--port", "0"]
+    with subprocess.Popen([w.replace("FOLDER", "model") for w in words], **options) as server:  # type: ignore[call-overload]
+        try:
+            address = server.stdout.readline().split()[4].rstrip(",")
+            names = {"YAML_FOLDER": "tasks", "my_task": ",".join(kinds), "FOLDER": "model"}
+            names["http://127.0.0.1:8000"] = address
+            told = _table(evaluate, names, tmp_path, environment)
+        finally:
+            server.terminate()
+    names |= {"local-completions": "hf", evaluate[evaluate.index("--model_args") + 1]: "pretrained=model,dtype=float64"}
+    assert told == _table([names.get(word, word) for word in evaluate], names, tmp_path, environment)
+    assert len(told) == 2 + len(kinds) + 1
+
+
+def _table(words: list[str], names: dict[str, str], place: Path, environment: dict[str, str]) -> list[str]:
+    for name, instead in names.items():
+        words = [word.replace(name, instead) for word in words]
+    done = forked.run(["python", "-m", *words], place, {**os.environ, **environment})
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [line for line in done.stdout.splitlines() if line.startswith("|")]

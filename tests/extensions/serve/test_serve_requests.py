@@ -21,8 +21,10 @@ from transformers.generation.continuous_batching.requests import (
     RequestStatus,
 )
 
-from tpcore_serve.batches import Sampling, Stream, choose
-from tpcore_serve.server import failure, malformed
+from tpcore_serve.batches import Stream
+from tpcore_serve.requests import malformed
+from tpcore_serve.sampling import Sampling, choose
+from tpcore_serve.server import failure
 from tpcore_serve.text import Text
 
 skip_below("serve")
@@ -50,6 +52,15 @@ CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, r"tool_calls of messages\[0\] must be objects"),
         ({**CHAT, "chat_template_kwargs": 1}, "chat_template_kwargs=1 is not an object"),
         ({"prompt": 4}, "prompt=4 is not a string"),
+        *(({"prompt": "x", "logprobs": n}, f"logprobs={n} is not a whole number from 0 to 5") for n in (-1, 6, True)),
+        *(({**CHAT, "logprobs": n}, f"logprobs={n} is not true or false") for n in (0, 2)),
+        *(
+            ({**CHAT, "logprobs": True, "top_logprobs": n}, f"top_logprobs={n} is not a whole number from 0 to 20")
+            for n in (-1, 21)
+        ),
+        ({**CHAT, "top_logprobs": 2}, "top_logprobs is given without logprobs=true"),
+        ({"prompt": "x", "echo": 1}, "echo=1 is not true or false"),
+        ({"prompt": "x", "max_tokens": 0}, "max_tokens=0 is not a whole number from 1"),
         ({"prompt": "x", "suffix": "x"}, "suffix='x' is not supported"),
         ({"messages": []}, "messages must be a list of one or more messages"),
         ({"messages": [{"role": "king", "content": "x"}]}, r"messages\[0\] must be an object whose role is one of"),
@@ -87,6 +98,8 @@ def test_what_is_well_formed_passes() -> None:
     parts = [{"type": "text", "text": "hello"}]
     assert malformed({"messages": [{"role": "user", "content": parts}], "n": 1, "temperature": 0.5}, "messages") is None
     assert malformed({"prompt": "hello", "stop": "x", "stream": True, "logprobs": False}, "prompt") is None
+    assert malformed({"prompt": "hello", "max_tokens": 0, "echo": True, "logprobs": 5}, "prompt") is None
+    assert malformed({**CHAT, "logprobs": True, "top_logprobs": 20}, "messages") is None
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from transformers.generation.continuous_batching.continuous_api import OutputRou
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
 from tpcore_serve.batches import Stream
+from tpcore_serve.logprobs import Likelihood, Names, of_chat, of_completion
 from tpcore_serve.text import Text
 
 SPECIAL, END = "<s>", "<end>"
@@ -124,3 +125,17 @@ def test_text_comes_with_its_tokens(name: str) -> None:
     tokenizer = TOKENIZERS[name]
     text = Text(tokenizer, ids(tokenizer, "▁a"), special=False)
     assert [text.add(token) for token in ids(tokenizer, "▁b", "▁a", "b")] == [" b", " a", "b"]
+
+
+def test_names_are_texts_bytes_or_numbers() -> None:
+    llama, level = TOKENIZERS["fallback, first space stripped"], TOKENIZERS["bytes"]
+    of = Names(llama).of
+    assert [of(i) for i in ids(llama, "▁a", "a", "<0xC3>", "<s>", "é")] == [" a", "a", "bytes:\\xc3", "<s>", "é"]
+    assert of(10_000) == "token_id:10000"
+    assert Names(level).of(level.convert_tokens_to_ids("Ã")) == "bytes:\\xc3"
+    # another token of the same text, and one that no logarithm has
+    a, other, far = ids(llama, "a", "<0x61>", "b")
+    entry = Names(llama).entry(7, (a, -2.0, [(other, -1.0), (a, -2.0), (far, float("-inf"))]))
+    assert entry == Likelihood("a", 7, -2.0, [(f"token_id:{other}", -1.0), ("a", -2.0), ("b", -9999.0)])
+    assert of_completion([entry])["top_logprobs"] == [{f"token_id:{other}": -1.0, "a": -2.0, "b": -9999.0}]
+    assert of_chat([Likelihood("bytes:\\xc3\\xa9", 0, -1.0, [])])["content"][0]["bytes"] == [0xC3, 0xA9]

@@ -20,6 +20,7 @@ import tpcore
 from tpcore import Block, Mesh
 from tpcore.testing import run_ranks
 from tpcore.testing.threads import ThreadTransport
+from tpcore_hf.plan.found import found
 from tpcore_hf.plan.model import rules_of
 
 TWO = Mesh({"tp": 2})
@@ -261,6 +262,23 @@ def test_the_plan_that_is_proposed_equals_the_whole() -> None:
     hf.assert_equals_whole(ctrl, plan=ast.literal_eval(proposed[1]))
 
 
+def test_no_rule_is_found_where_a_weight_may_be_read_without_a_call() -> None:
+    """In a module with a user's forward, for a layer with a forward of its own, and in torch's attention."""
+
+    class Reads(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.linear(x, self.weight, self.bias)
+
+    model = ctrl()
+    first, second = model.transformer.h[:2]
+    first.multi_head_attention.__class__ = type("Users", (type(first.multi_head_attention),), {"forward": len})
+    second.ffn[0].__class__ = Reads
+    second.more = nn.MultiheadAttention(8, 2)
+    assert not any("multi_head_attention" in name or "more" in name for name in found(model, {}))  # in no layer
+    assert "transformer.h.*.ffn.0" not in found(model, {})
+    assert "transformer.h.*.ffn.2" in found(model, {})
+
+
 def test_a_written_number_is_itself_beside_the_number_of_a_layer() -> None:
     attention = {f"transformer.h.*.multi_head_attention.{name}": "colwise" for name in ("Wq", "Wk", "Wv")}
     attention["transformer.h.*.multi_head_attention.dense"] = "rowwise"
@@ -331,5 +349,5 @@ def test_an_optimizer_made_before_goes_on_working() -> None:
         model, optimizer = made()
         return hf.plain_steps(tpcore.parallelize(model), optimizer, batches, tpcore.clip_grad_norm)
 
-    for found in run_ranks(TWO, rank):
-        assert found == pytest.approx(expected, rel=ROUNDS)
+    for losses in run_ranks(TWO, rank):
+        assert losses == pytest.approx(expected, rel=ROUNDS)

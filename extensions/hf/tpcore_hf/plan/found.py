@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
@@ -12,6 +11,7 @@ from torch import nn
 from . import rules as plan
 from .decisions import features, is_linear
 from .heads import head_size
+from .inputs import is_own
 from .rules import Rule, rule_of, wildcard
 
 Linears = Mapping[str, nn.Module]
@@ -26,6 +26,14 @@ step3p7 t5gemma udop video_llama_3 video_llava vipllava vision-encoder-decoder v
 """
 COMPARED = frozenset(_COMPARED.split())
 """Each ``model_type`` for which this was compared with the whole, by a batch that most of these layers compute with."""
+_WHOLE = {
+    # a kernel on GPUs takes its weight, and no forward calls it there
+    **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h"), (".out_proj",)),
+    "blip-2": (".self_attn.qkv",),  # of which its attention takes the width of all heads
+    # initial values by the place in the weight
+    **dict.fromkeys(("minicpm_ocr", "minicpmv4_6", "minicpmv4_7"), (".vit_merger.linear_1", ".vit_merger.linear_2")),
+}
+"""By ``model_type`` the ends of the names of linear layers that the module around them needs whole."""
 _LEAST = 1 / 200
 """The part of a model's parameters from which a layer that nothing is known of is sharded."""
 
@@ -41,11 +49,15 @@ def found(model: nn.Module, known: Mapping[str, Rule], ends: Collection[nn.Modul
     whole = tuple(f"{name}." for name in ruled if rule_of(name, known) in (plan.REPLICATE, plan.EXPERTS))
     closed = (*whole, *(f"{name}." for name in inside if name in modules and head_size(modules[name])))
     users = Counter(id(p) for m in modules.values() for p in m.parameters(recurse=False))
+    kinds = {getattr(getattr(m, "config", None), "model_type", "") for m in modules.values()}
+    read = tuple(end for kind in kinds for end in _WHOLE.get(kind, ()))
+    linear = [name for name, m in modules.items() if is_linear(m) and m not in ends and name not in ruled]
+    kept = {general(model, name) for name in linear if not _is_called(name, modules, read)}
     free = {
         name
-        for name, m in modules.items()
-        if is_linear(m) and m not in ends and name not in ruled and not name.startswith(whole)
-        if all(users[id(p)] == 1 for p in m.parameters(recurse=False)) and not _is_read(modules, name)
+        for name in linear
+        if not name.startswith(whole) and general(model, name) not in kept
+        if all(users[id(p)] == 1 for p in modules[name].parameters(recurse=False))
     }
     for name, block in reversed(modules.items()):  # the innermost first
         if isinstance(block, nn.ModuleList) or is_linear(block) or name in inside or name.startswith(closed):
@@ -74,18 +86,13 @@ def _alone(module: nn.Module) -> Rule:
     return plan.COLUMN_GATHERED if outputs >= min(inputs, 64) else plan.ROW_SPLIT
 
 
-def _is_read(modules: Mapping[str, nn.Module], name: str) -> bool:
-    """Whether the module around it reads its weight, where it could call it, or it has a forward of its own."""
-    owner, _, leaf = name.rpartition(".")
-    kind = type(modules[owner])
-    if isinstance(modules[name], nn.Linear) and type(modules[name]).forward is not nn.Linear.forward:
-        return True
-    if isinstance(modules[owner], nn.Sequential | nn.ModuleList):
-        return False
-    try:
-        return re.search(rf"self\.{leaf}\.(weight|bias)\b(?!\.(dtype|device))", inspect.getsource(kind)) is not None
-    except (OSError, TypeError):
-        return True
+def _is_called(name: str, modules: Mapping[str, nn.Module], read: tuple[str, ...]) -> bool:
+    """Whether a linear layer computes by its calls alone: with a forward of its own, or in a module of which nothing
+    was compared, such as torch's attention, its weight may be read by others."""
+    owner, module = modules[name.rpartition(".")[0]], modules[name]
+    plain = type(module).forward is nn.Linear.forward or not isinstance(module, nn.Linear)
+    known = isinstance(owner, nn.Sequential | nn.ModuleList) or is_own(owner)
+    return plain and known and not name.endswith(read)
 
 
 def _linears(name: str, block: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -9,12 +9,11 @@ import os
 import re
 import resource
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,7 +21,9 @@ from torch import Tensor
 
 from ...errors import CheckpointError
 from ...layout.slices import narrowed
-from .files import CHUNK, SILENT, FileRecord, Progress, chunks, crc32_text, loads, naming, open_regular, write_parts
+from .files import CHUNK, SILENT, FileRecord, Progress, chunks, crc32_text, loads, open_regular, write_parts
+
+T = TypeVar("T")
 
 # Only names that safetensors knew before 0.4.3, so that every version can read the files written here.
 _NAMES = {
@@ -163,18 +164,19 @@ class TensorFile:
             os.close(self._fd)
             self._fd = None
 
-    @contextmanager
-    def _descriptor(self) -> Iterator[int]:
-        if self._fd is not None:
-            yield self._fd
-            return
-        fd = open_regular(self.path)
+    def _read(self, read: Callable[[int], T]) -> T:
+        """What ``read`` makes of a descriptor."""
+        passing = self._fd is None
+        fd = open_regular(self.path) if self._fd is None else self._fd
         try:
-            if _version_of(fd) != self._same:
+            if passing and _version_of(fd) != self._same:
                 raise CheckpointError(f"{self.path} was replaced or written to while it was read")
-            yield fd
+            return read(fd)
+        except OSError as e:
+            raise CheckpointError(f"cannot read {self.path}: {e.strerror or e}") from e
         finally:
-            os.close(fd)
+            if passing:
+                os.close(fd)
 
     def names(self) -> list[str]:
         return list(self._entries)
@@ -202,23 +204,28 @@ class TensorFile:
         return FileTensor(self, name, shape, dtype, self._data + entry["data_offsets"][0], crc32)
 
     def read_bytes(self, into: memoryview, at: int) -> None:
-        done = 0
-        with naming("read", self.path), self._descriptor() as fd:
+        def read(fd: int) -> None:
+            done = 0
             while done < len(into):
                 n = os.preadv(fd, [into[done:]], at + done)
                 if n == 0:
                     raise CheckpointError(f"{self.path} is truncated")
                 done += n
 
+        self._read(read)
+
     def mapped(self, at: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A tensor over the mapped file. Its bytes are read at first use, so copy them soon."""
         skipped = at % mmap.ALLOCATIONGRANULARITY
         size = skipped + math.prod(shape) * dtype.itemsize
-        with naming("map", self.path), self._descriptor() as fd:
+
+        def pages_of(fd: int) -> mmap.mmap:
             if os.fstat(fd).st_size < at - skipped + size:  # access beyond the end would be SIGBUS
                 raise CheckpointError(f"{self.path} is truncated")
             # ACCESS_COPY: writable, for torch has no read-only tensors
-            pages = mmap.mmap(fd, size, access=mmap.ACCESS_COPY, offset=at - skipped)
+            return mmap.mmap(fd, size, access=mmap.ACCESS_COPY, offset=at - skipped)
+
+        pages = self._read(pages_of)
         data = torch.frombuffer(pages, dtype=torch.uint8, offset=skipped)
         return (data.clone() if at % dtype.itemsize else data).view(dtype).view(shape)  # a clone is aligned
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 
 from torch import nn
 
@@ -46,19 +47,20 @@ def rule_of(name: str, rules: Mapping[str, Rule]) -> Rule | None:
     """The rule for a module or parameter: of its own name, else with the fewest ``*``, the later of two."""
     if name in rules:
         return rules[name]
-    fitting = [pattern for pattern in reversed(list(rules)) if "*" in pattern and fits(pattern, name)]
+    fitting = [pattern for pattern in reversed(list(rules)) if "*" in pattern and _pattern(pattern).fullmatch(name)]
     return rules[min(fitting, key=lambda pattern: pattern.count("*"))] if fitting else None
 
 
-def fits(pattern: str, name: str) -> bool:
-    """Whether ``name`` is ``pattern`` with a number for each ``*``; a number that is written stands for itself."""
-    return re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), name) is not None
+@cache
+def _pattern(pattern: str) -> re.Pattern[str]:
+    """Of names with a number for each ``*``; a number that is written stands for itself."""
+    return re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
 
 
 def checked(user: Mapping[str, Rule], names: Iterable[str]) -> None:
     """Raise ValueError for rules that match no name: a misspelt rule would silently leave a layer whole."""
     known = list(names)
-    unused = [pattern for pattern in user if not any(fits(pattern, name) for name in known)]
+    unused = [pattern for pattern in user if not any(map(_pattern(pattern).fullmatch, known))]
     if unused:
         raise ValueError(
             f"rules of the plan match no module and no parameter: {', '.join(map(repr, unused))}. Names are "

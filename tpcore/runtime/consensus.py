@@ -28,7 +28,9 @@ def gather_bytes(data: bytes, comm: Comm) -> list[bytes]:
     device = comm.position.device
     length = torch.tensor([len(data)], device="cpu").to(device)
     lengths = [int(n) for n in comm.all_gather(length, 0).tolist()]
-    room = max(1, *lengths)
+    room = max(lengths)
+    if not room:  # as after work that failed on no rank
+        return [b""] * len(lengths)
     if not comm.eager:  # otherwise each length would compile a program of its own
         room = max(_LEAST, 1 << (room - 1).bit_length())
     padded = torch.zeros((1, room), dtype=torch.uint8, device="cpu")

@@ -9,11 +9,11 @@ import os
 import re
 import resource
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,8 +22,6 @@ from torch import Tensor
 from ...errors import CheckpointError
 from ...layout.slices import narrowed
 from .files import CHUNK, SILENT, FileRecord, Progress, chunks, crc32_text, loads, open_regular, write_parts
-
-T = TypeVar("T")
 
 # Only names that safetensors knew before 0.4.3, so that every version can read the files written here.
 _NAMES = {
@@ -143,11 +141,8 @@ class TensorFile:
             # safetensors' own reader first: it detects every kind of damaged header
             with safe_open(path, "pt"):
                 pass
-            head = bytearray(8)
-            self.read_bytes(memoryview(head), 0)
-            text = bytearray(int.from_bytes(head, "little"))
-            self.read_bytes(memoryview(text), 8)
-            self._entries: dict[str, Any] = loads(bytes(text), path)
+            size = int.from_bytes(os.pread(self._fd, 8, 0), "little")
+            self._entries: dict[str, Any] = loads(os.pread(self._fd, size, 8), path)
         except BaseException as e:
             self.close()
             if isinstance(e, SafetensorError | OSError | RuntimeError) and not isinstance(e, CheckpointError):
@@ -156,7 +151,7 @@ class TensorFile:
             raise
         if 0 < resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2 < self._fd:  # below 0 for no limit
             self.close()
-        self._data = 8 + len(text)
+        self._data = 8 + size
         self.metadata: dict[str, str] = self._entries.pop("__metadata__", None) or {}
 
     def close(self) -> None:
@@ -164,19 +159,13 @@ class TensorFile:
             os.close(self._fd)
             self._fd = None
 
-    def _read(self, read: Callable[[int], T]) -> T:
-        """What ``read`` makes of a descriptor."""
-        passing = self._fd is None
-        fd = open_regular(self.path) if self._fd is None else self._fd
-        try:
-            if passing and _version_of(fd) != self._same:
-                raise CheckpointError(f"{self.path} was replaced or written to while it was read")
-            return read(fd)
-        except OSError as e:
-            raise CheckpointError(f"cannot read {self.path}: {e.strerror or e}") from e
-        finally:
-            if passing:
-                os.close(fd)
+    def _opened(self) -> int:
+        """A descriptor of the same file, where none is kept."""
+        fd = open_regular(self.path)
+        if _version_of(fd) != self._same:
+            os.close(fd)
+            raise CheckpointError(f"{self.path} was replaced or written to while it was read")
+        return fd
 
     def names(self) -> list[str]:
         return list(self._entries)
@@ -204,28 +193,34 @@ class TensorFile:
         return FileTensor(self, name, shape, dtype, self._data + entry["data_offsets"][0], crc32)
 
     def read_bytes(self, into: memoryview, at: int) -> None:
-        def read(fd: int) -> None:
-            done = 0
+        fd, done = self._opened() if self._fd is None else self._fd, 0
+        try:
             while done < len(into):
                 n = os.preadv(fd, [into[done:]], at + done)
                 if n == 0:
                     raise CheckpointError(f"{self.path} is truncated")
                 done += n
-
-        self._read(read)
+        except OSError as e:
+            raise CheckpointError(f"cannot read {self.path}: {e.strerror or e}") from e
+        finally:
+            if fd != self._fd:
+                os.close(fd)
 
     def mapped(self, at: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A tensor over the mapped file. Its bytes are read at first use, so copy them soon."""
         skipped = at % mmap.ALLOCATIONGRANULARITY
         size = skipped + math.prod(shape) * dtype.itemsize
-
-        def pages_of(fd: int) -> mmap.mmap:
+        fd = self._opened() if self._fd is None else self._fd
+        try:
             if os.fstat(fd).st_size < at - skipped + size:  # access beyond the end would be SIGBUS
                 raise CheckpointError(f"{self.path} is truncated")
             # ACCESS_COPY: writable, for torch has no read-only tensors
-            return mmap.mmap(fd, size, access=mmap.ACCESS_COPY, offset=at - skipped)
-
-        pages = self._read(pages_of)
+            pages = mmap.mmap(fd, size, access=mmap.ACCESS_COPY, offset=at - skipped)
+        except OSError as e:
+            raise CheckpointError(f"cannot map {self.path}: {e.strerror or e}") from e
+        finally:
+            if fd != self._fd:
+                os.close(fd)
         data = torch.frombuffer(pages, dtype=torch.uint8, offset=skipped)
         return (data.clone() if at % dtype.itemsize else data).view(dtype).view(shape)  # a clone is aligned
 

@@ -10,6 +10,7 @@ import re
 import resource
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from ...errors import CheckpointError
 from ...layout.slices import narrowed
-from .files import CHUNK, SILENT, FileRecord, Progress, chunks, crc32_text, loads, open_regular, write_parts
+from .files import CHUNK, SILENT, FileRecord, Progress, chunks, crc32_text, loads, naming, open_regular, write_parts
 
 # Only names that safetensors knew before 0.4.3, so that every version can read the files written here.
 _NAMES = {
@@ -196,8 +197,7 @@ class TensorFile:
         fd, done = self._opened() if self._fd is None else self._fd, 0
         try:
             while done < len(into):
-                n = os.preadv(fd, [into[done:]], at + done)
-                if n == 0:
+                if not (n := os.preadv(fd, [into[done:]], at + done)):
                     raise CheckpointError(f"{self.path} is truncated")
                 done += n
         except OSError as e:
@@ -211,16 +211,13 @@ class TensorFile:
         skipped = at % mmap.ALLOCATIONGRANULARITY
         size = skipped + math.prod(shape) * dtype.itemsize
         fd = self._opened() if self._fd is None else self._fd
-        try:
+        with naming("map", self.path), ExitStack() as stack:
+            if fd != self._fd:
+                stack.callback(os.close, fd)
             if os.fstat(fd).st_size < at - skipped + size:  # access beyond the end would be SIGBUS
                 raise CheckpointError(f"{self.path} is truncated")
             # ACCESS_COPY: writable, for torch has no read-only tensors
             pages = mmap.mmap(fd, size, access=mmap.ACCESS_COPY, offset=at - skipped)
-        except OSError as e:
-            raise CheckpointError(f"cannot map {self.path}: {e.strerror or e}") from e
-        finally:
-            if fd != self._fd:
-                os.close(fd)
         data = torch.frombuffer(pages, dtype=torch.uint8, offset=skipped)
         return (data.clone() if at % dtype.itemsize else data).view(dtype).view(shape)  # a clone is aligned
 

@@ -7,7 +7,12 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+
+
+def is_plain(value: Any) -> bool:
+    """Whether it is a tensor of no class of its own; those of a device that is written in Python say so."""
+    return type(value) in (Tensor, nn.Parameter) or getattr(value, "tpcore_plain", False)
 
 
 def tensors(value: Any) -> Iterator[Tensor]:

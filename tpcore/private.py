@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 plain_functions = torch._C.DisableTorchFunctionSubclass
 native_groups: Any = getattr(torch._C, "_distributed_c10d", None)  # not in every build
 no_torch_function: Any = torch._C._disabled_torch_function_impl
+make_wrapper: Any = Tensor._make_wrapper_subclass
 in_transform = torch._C._are_functorch_transforms_active
 backward_node = torch._C._current_autograd_node
 backward_number = torch._C._current_graph_task_id
@@ -50,6 +51,12 @@ def backend_of(group: Any, device: torch.device) -> Any:
 def gather_flat(group: Any, out: Tensor, x: Tensor) -> Any:
     """The work of an all-gather into one tensor. torch.distributed's own takes no backend of a group."""
     return group._allgather_base(out, x)
+
+
+def set_lazy(t: Tensor, conjugated: bool, negated: bool) -> None:
+    """Let torch compute with the conjugate or the negative of what ``t`` holds, which it takes only when it must."""
+    torch._C._set_conj(t, conjugated)
+    torch._C._set_neg(t, negated)
 
 
 def schema_of(operator: OpOverload) -> Any:

@@ -56,6 +56,8 @@ NAMES: dict[str, dict[str, str]] = {
     "accelerate": {"accelerate:Accelerator": "_is_accelerate_prepared"},
     "torch": {
         "torch:_assert_async": "",
+        "torch:_dynamo.register_backend": "(compiler_fn, name",
+        "torch:_guards.TracingContext.try_get": "()",
         "torch:_inductor": "",
         "torch:_weight_int8pack_mm": "",
         "torch.autograd:Variable._execution_engine": "",
@@ -67,6 +69,9 @@ NAMES: dict[str, dict[str, str]] = {
         "torch._C:_disabled_torch_function_impl": "",
         "torch._C:_distributed_c10d": "",
         "torch._C._distributed_c10d:_set_thread_isolation_mode": "",
+        "torch._C:_set_conj": "",
+        "torch._C:_set_neg": "",
+        "torch._dynamo.backends.common:aot_autograd": "(**kwargs)",
         "torch._export.utils:_compiling_state_context": "()",
         "torch._ops:OpOverload": "_schema",
         "torch._ops:HigherOrderOperator": "",
@@ -74,6 +79,7 @@ NAMES: dict[str, dict[str, str]] = {
         "torch.autograd.forward_ad:_current_level": "",
         "torch:Tensor._make_wrapper_subclass": "",
         "torch:Tensor._backward_hooks": "",
+        "torch:Tensor._is_zerotensor": "",
         "torch:Tensor._post_accumulate_grad_hooks": "",
         "torch:Tensor._version": "",
         "torch:UntypedStorage._cdata": "",
@@ -81,6 +87,7 @@ NAMES: dict[str, dict[str, str]] = {
         "torch.distributed:ProcessGroup._allgather_base": "",
         "torch.distributed:ProcessGroup._reduce_scatter_base": "",
         "torch.distributed.distributed_c10d:_get_default_store": "()",
+        "torch.distributed.distributed_c10d:_resolve_process_group": "",
         "torch.distributed.distributed_c10d:_world": "",
         "torch.distributed.rendezvous:_rendezvous_handlers": "",
         "torch.nn:Module": "_backward_hooks _backward_pre_hooks _forward_hooks _forward_pre_hooks _apply _buffers "
@@ -91,6 +98,13 @@ NAMES: dict[str, dict[str, str]] = {
         "torch.nn.parallel:DistributedDataParallel": "_ddp_params_and_buffers_to_ignore",
         "torch.optim.lr_scheduler:LRScheduler": "_opt_called",
         "torch.utils._python_dispatch:TorchDispatchMode": "",
+        "torch.utils._pytree:tree_leaves": "(tree",
+        "torch.utils._pytree:tree_map": "(func, tree",
+        "torch.utils.backend_registration:_DummyBackendModule": "",
+        "torch.utils.backend_registration:_setup_privateuseone_for_python_backend": "(rename, backend_module",
+        "torch.ops.aten:_fused_sdp_choice": "",
+        "torch.ops.aten:_index_put_impl_": "",
+        "torch.ops.aten:_to_copy": "",
         "torch.ops.aten:_assert_tensor_metadata": "",
         "torch.ops.aten:_log_softmax": "",
         "torch.ops.aten:_log_softmax_backward_data": "",
@@ -116,13 +130,6 @@ INHERITED = {
     "_resolve_model _streaming _valid_params_class _validate_request",
 }
 """What subclasses of another library's classes override, or read of themselves."""
-STAND_IN = {
-    "tpcore_neuron.stand_in.compiler": "_dynamo _functorch _pytree",
-    "tpcore_neuron.stand_in.device": "_C _DummyBackendModule _ExcludeDispatchKeyGuard _fused_sdp_choice _guards "
-    "_index_put_impl_ _is_zerotensor _make_wrapper_subclass _pytree _setup_privateuseone_for_python_backend _to_copy",
-    "tpcore_neuron.stand_in.group": "_C _distributed_c10d _pytree _resolve_process_group",
-}
-"""What a device and a process group that are written in Python are made of, in torch 2.13 and later."""
 ANYWHERE = {
     "python": "_exit _xoptions _current_frames _getframe _DummyThread _run_exitfuncs _asdict _fields",
     "pytest": "_tw",
@@ -173,7 +180,7 @@ def test_each_private_name_of_another_library_is_read_in_one_module() -> None:
     anywhere = {n for words in ANYWHERE.values() for n in words.split()}
     anywhere |= {path.partition(":")[2] for path in NAMES["torch"] if path.startswith("torch.ops.aten")}
     for module, tree in TREES.items():
-        allowed = anywhere | set(f"{INHERITED.get(module, '')} {STAND_IN.get(module, '')}".split())
+        allowed = anywhere | set(INHERITED.get(module, "").split())
         allowed |= {"_XLAC", *XLAC} if module.startswith("tpcore_neuron.") else set()
         for node in ast.walk(tree):
             for name in filter(_private, _named(node)):

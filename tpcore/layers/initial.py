@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..layout.layout import Layout
 from ..layout.mesh import Mesh
 from ..layout.slices import Box, narrowed
-from ..private import no_torch_function
+from ..private import make_wrapper, no_torch_function
 
 Init = Callable[[Tensor], object]
 _Step = tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]
@@ -47,7 +47,7 @@ class _Recorder(Tensor):
 
     @staticmethod
     def __new__(cls: type[_Recorder], shape: tuple[int, ...], dtype: torch.dtype) -> _Recorder:
-        self: _Recorder = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)
+        self: _Recorder = make_wrapper(cls, shape, dtype=dtype)
         self.program = []
         return self
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..comm.comm import Comm
 from ..layout.layout import Layout, Slot
 from ..layout.shard import ShardSpec
+from ..nested import is_plain
 from ..runtime.context import current
 from .initial import Init
 from .sharding import Sharding, stamp, stamped
@@ -92,8 +93,7 @@ class ParallelModule(nn.Module):
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         if param is not None and name in self.shard_specs:
-            # a quantizer's, for it finds a sharded head to be an nn.Linear; not that of a device written in Python
-            if type(param) is not nn.Parameter and not getattr(param, "tpcore_plain", False):
+            if not is_plain(param):  # a quantizer's, for it finds a sharded head to be an nn.Linear
                 raise ValueError(
                     f"{type(self).__name__}.{name} cannot become a {type(param).__name__}, of this rank's part: "
                     "quantize before the model is sharded"

@@ -143,8 +143,8 @@ def _difference(value: _Value, tolerance: float | None, least: float) -> str | N
         tolerance = torch.finfo(got.dtype).eps ** 0.6 if got.is_floating_point() else 0.0
     allowed = tolerance * max(_largest(want), least)
     for box in layout.boxes(ctx.rank, ctx.mesh):
-        mine = narrowed(got, box.local, box.size).detach().double().cpu()
-        twin = narrowed(want, box.full, box.size).detach().double().cpu()
+        mine = narrowed(got, box.local, box.size).detach().cpu().double()
+        twin = narrowed(want, box.full, box.size).detach().cpu().double()
         wrong = ~((mine - twin).abs() <= allowed)  # not error > allowed: NaN is wrong as well
         if bool(wrong.any()):
             at = tuple(wrong.nonzero()[0].tolist())

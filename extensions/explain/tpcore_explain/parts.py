@@ -161,7 +161,9 @@ def _propagated(out: Any, mark: Mark, shape: Sequence[int]) -> Any:
     return marked(out, replace(mark, dim=dim if dim in places else places[0]))
 
 
-def marked(t: Tensor, mark: Mark) -> PartOf:
+def marked(t: Tensor, mark: Mark) -> Tensor:
+    if type(t) is not Tensor and nested.is_plain(t):
+        return t  # of a device that is written in Python, whose tensors take no other class
     part = t.as_subclass(PartOf)
     part.mark = mark
     return part

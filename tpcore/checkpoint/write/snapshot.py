@@ -10,12 +10,13 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...backend.interface import Backend
 from ...comm.comm import Comm
 from ...layers.sharding import sharding
 from ...layout.layout import Layout
+from ...nested import is_plain
 from ...runtime.context import ParallelContext
 from ...train.zero import Zero1
 from ..storage.tensorfile import Writable, nbytes_of
@@ -106,9 +107,7 @@ class Part:
             shard = t.stored.first
             return self._placed((shard.identity, shard.shape, shard.dtype, t.layout), path, lambda: t)
         where = dotted(path)
-        # a device that is written in Python has tensors of a class of its own, which says so
-        plain = type(t) in (Tensor, nn.Parameter) or getattr(t, "tpcore_plain", False)
-        if not plain or t.layout != torch.strided or t.is_quantized:
+        if not is_plain(t) or t.layout != torch.strided or t.is_quantized:
             raise ValueError(f"cannot save {where}: a {type(t).__name__} of layout {t.layout}, dtype {t.dtype}")
         if t.is_meta and id(t) not in self._gather:
             raise ValueError(f"cannot save {where}: it is on the meta device and has no values")

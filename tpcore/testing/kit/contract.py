@@ -77,7 +77,7 @@ class Contract:
     """Of the product of methods, switches, dtypes and sizes, calls of one point in so many are drawn."""
     loses: ClassVar[Sequence[str]] = ()
     """Properties of odd numbers that the backend's library loses: "the sign of zero", "NaN in a maximum",
-    "denormal numbers" of sums."""
+    "denormal numbers" of sums, "more than 32 bits" of whole numbers."""
 
     def backend_class(self) -> type[Backend]:
         return backend_class(type(self).backend)

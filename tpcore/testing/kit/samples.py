@@ -40,6 +40,14 @@ def wide(shape: tuple[int, ...], position: int, dtype: torch.dtype, size: int) -
 
 LOST = ("the sign of zero", "NaN in a maximum", "denormal numbers")
 """Properties of odd numbers that a backend may declare as lost."""
+HIGH = "more than 32 bits"
+"""What a device may lose of whole numbers: their upper half."""
+
+
+def lost_by(device: torch.device) -> tuple[str, ...]:
+    """``HIGH``, if ``device`` loses it."""
+    number = torch.tensor([1 << 40])
+    return () if torch.equal(number.to(device).cpu(), number) else (HIGH,)
 
 
 def kinds(dtype: torch.dtype, reduced: str) -> tuple[str, ...]:
@@ -77,6 +85,9 @@ class Numbers:
         size: int,
     ) -> Tensor:
         """What ``rank``, which is at ``position`` of ``size``, sends. ``place``: where the bits are cut out."""
+        if dtype is torch.int64 and HIGH in self._loses:
+            what = {"position": position, "rank": rank, "size": size}
+            return self.of(kind, shape, torch.int32, reduced, place, **what).to(dtype)
         if kind in ("small", "whole"):
             sent = values(shape, rank + place % 7, dtype)
             return sent if kind == "small" else wide(shape, rank + place % 9973, dtype, size)

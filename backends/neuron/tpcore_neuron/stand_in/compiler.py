@@ -10,17 +10,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch._dynamo import register_backend
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.aot_autograd import make_boxed_func
+from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
 from torch.fx import GraphModule, Interpreter
-from torch.utils._pytree import tree_map
 
 from tpcore.backend.interface import ProgramInfo
 from tpcore.comm.signature import call_site
 from tpcore.private import OpOverload
 
 from .device import NAME, install
+from .private import aot_autograd, register_backend, tree_map
 
 _KNOWN = ("aten", "prims", "_c10d_functional")
 

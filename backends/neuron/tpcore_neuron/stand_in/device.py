@@ -10,19 +10,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._guards import TracingContext
-from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
 from tpcore.backend.interface import ProgramInfo
-from tpcore.private import no_torch_function, schema_of
+from tpcore.private import make_wrapper, no_torch_function, schema_of, set_lazy
 from tpcore.settings import LOCAL_RANK
 
 from .limits import Refusals
+from .private import DeviceModule, compiled_now, has_no_memory, make_device, tree_leaves, tree_map
 
 NAME = "neuron"
 _CPU, _ATEN = torch.device("cpu"), torch.ops.aten
-_AUTOCAST: Any = getattr(torch._C.DispatchKey, "AutocastPrivateUse1")  # noqa: B009  no stub has it
 _MIXED = (_ATEN._to_copy, _ATEN.copy_, _ATEN.index, _ATEN.index_put_, _ATEN.index_put, _ATEN._index_put_impl_)
 """Operators that take tensors of two devices."""
 
@@ -37,9 +34,9 @@ class DeviceTensor(Tensor):
     @staticmethod
     def __new__(cls: Any, raw: Tensor) -> DeviceTensor:
         view = {"strides": raw.stride(), "storage_offset": raw.storage_offset(), "dtype": raw.dtype}
-        make: Any = Tensor._make_wrapper_subclass
         with torch.inference_mode(raw.is_inference()):  # views of other tensors are none of that mode
-            self: DeviceTensor = make(cls, raw.shape, **view, device=f"{NAME}:0")
+            self: DeviceTensor = make_wrapper(cls, raw.shape, **view, device=f"{NAME}:0")
+        set_lazy(self, raw.is_conj(), raw.is_neg())  # before torch computes on it, it asks for the numbers themselves
         self.raw = raw
         return self
 
@@ -58,7 +55,7 @@ class DeviceTensor(Tensor):
 
     @data.setter
     def data(self, other: Tensor) -> None:
-        torch._C.TensorBase.data.__set__(self, other)  # type: ignore[attr-defined]
+        Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
         self.raw = raw(other)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -90,7 +87,7 @@ class DeviceTensor(Tensor):
 
 def _compiles() -> bool:
     """Whether torch.compile makes a graph now, of tensors without values."""
-    return TracingContext.try_get() is not None
+    return compiled_now() is not None
 
 
 def raw(x: Any) -> Any:
@@ -103,8 +100,8 @@ def _placed(x: Any) -> Any:
         return x
     if x.layout is not torch.strided:
         raise NotImplementedError(f"{NAME} (stand-in) has no tensors of the layout {x.layout}")
-    x = x.clone() if x._is_zerotensor() else x  # forward mode's zeros have no memory
-    return DeviceTensor(x.resolve_conj().resolve_neg())  # whose memory has its numbers
+    x = x.clone() if has_no_memory(x) else x  # forward mode's zeros have no memory
+    return DeviceTensor(x)
 
 
 def _wrapped(x: Any) -> Any:
@@ -117,7 +114,7 @@ def _not_registered(operator: Any, *args: Any) -> Tensor:
     raise RuntimeError(f"{operator}: there is no process group of {NAME} yet")
 
 
-class StandInDevice(_DummyBackendModule):
+class StandInDevice(DeviceModule):
     """The module ``torch.neuron``, and how operators run."""
 
     def __init__(self) -> None:
@@ -224,7 +221,7 @@ _libraries: list[torch.library.Library] = []
 def install() -> StandInDevice:
     """Register the device, once in a process."""
     if not _libraries:
-        _setup_privateuseone_for_python_backend(NAME, _device)
+        make_device(NAME, _device)
         for namespace, key in (("_", "PrivateUse1"), ("aten", "PrivateUse1"), ("_", "AutocastPrivateUse1")):
             _libraries.append(torch.library.Library(namespace, "IMPL", key))
         fallback, copies, autocast = _libraries
@@ -248,7 +245,7 @@ def _lowered(operator: Any) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         dtype = torch.get_autocast_dtype(NAME)
         lower = lambda x: x.to(dtype) if isinstance(x, Tensor) and x.dtype is torch.float32 else x  # noqa: E731
-        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_AUTOCAST)):
+        with torch.autocast(NAME, enabled=False):
             return operator(*tree_map(lower, args), **tree_map(lower, kwargs))
 
     return run

@@ -6,14 +6,14 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.distributed import distributed_c10d as c10d
 
 from . import compiler
 from .device import NAME, DeviceTensor, install, raw
 from .limits import Refusals
+from .private import group_named, tree_leaves, tree_map
 
 _Base: Any = dist.ProcessGroup
 
@@ -115,7 +115,7 @@ def functional(operator: Any, x: Tensor, *args: Any) -> Tensor:
     if kind == "wait_tensor":
         return x
     *how, name = args
-    pg, x = dist.distributed_c10d._resolve_process_group(name), x.contiguous()
+    pg, x = group_named(name), x.contiguous()
     rows = {"all_gather_into_tensor": len(x) * pg.size(), "reduce_scatter_tensor": len(x) // pg.size()}
     out = x.clone() if kind == "all_reduce" else x.new_empty((rows.get(kind, len(x)), *x.shape[1:]))
     there, sent = DeviceTensor(out), DeviceTensor(x)

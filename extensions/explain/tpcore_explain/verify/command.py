@@ -32,10 +32,10 @@ def verify(
     ),
     ranks: int = typer.Option(2, min=2, help="Of a script: how many it is written for."),
     steps: int = typer.Option(2, min=1, help="Of a script: how many steps of its optimizer to compare."),
-    dtype: str = typer.Option(
-        "float64",
+    dtype: str | None = typer.Option(
+        None,
         help="Of a script: float64, whatever it says; own: its types, as far as rounding explains; bits: "
-        "its types, with no difference.",
+        "its types, with no difference. Default: float64, or own on a device without that.",
     ),
     as_json: bool = typer.Option(False, "--json", help="Print the table as JSON, and save it only with --save."),
     model: Path | None = typer.Option(

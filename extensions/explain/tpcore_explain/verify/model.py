@@ -18,14 +18,18 @@ from torch import nn
 
 from tpcore.comm.comm import Comm
 from tpcore.errors import extra
+from tpcore.layers.module import move_model_to_device
 from tpcore.runtime.context import ParallelContext
 from tpcore.runtime.init import init, shutdown
 from tpcore.testing.twin import compare
 from tpcore_hf.api import parallelize
 from tpcore_hf.private import set_experts
 
-TOLERANCE = 1e-5  # norms and routers of transformers round to float32, whose step is 1e-7, and layers stand above them
-LARGEST = 50_000_000  # parameters; each rank has the whole copy too, with gradients, in float64
+TOLERANCES = {
+    torch.float64: 1e-5,  # norms and routers of transformers round to float32, whose step is 1e-7
+    torch.float32: 1e-3,  # layers stand above them, and gradients of the first are sums of many of either sign
+}
+LARGEST = 50_000_000  # parameters; each rank has the whole copy too, with gradients
 _LAYERS = re.compile(r"num_hidden_layers|n_layers?|(num_)?((en|de)coder_)?layers|depth")
 _WIDTHS = re.compile(
     r".*intermediate_size|.*ffn_(hidden_size|dim)|d_ff|n_inner|(q|kv|o)_lora_rank|moe_hidden_size|shared_.*_size"
@@ -59,7 +63,9 @@ def compared(ctx: ParallelContext, folder: str, options: dict[str, Any]) -> Mode
     """Of the ranks of ``ctx``. ValueError for a model that is refused, or of which no tiny copy is known."""
     tp, ep = ctx.comm("tp").size, ctx.over_axis("ep")
     ranks = 1 if ep is None else ep.size
-    whole = tiny_model(folder, tp)
+    # some backends compute in 32 bits at most
+    dtype = next(d for d in TOLERANCES if d in ctx.backend.capabilities.dtypes)
+    whole = tiny_model(folder, tp).to(dtype)
     inputs = inputs_of(whole, tp, ranks)
     model = parallelize(deepcopy(whole), **options)
     if ep is not None:
@@ -69,20 +75,20 @@ def compared(ctx: ParallelContext, folder: str, options: dict[str, Any]) -> Mode
         _of_rank(model, ep, ctx.index(ctx.batch))
     total, mine = (sum(p.numel() for p in m.parameters()) for m in (whole, model))
     lines = [
-        f"a tiny copy of {type(whole).__name__} ({whole.config.model_type}): {total:,} parameters in float64, "
+        f"a tiny copy of {type(whole).__name__} ({whole.config.model_type}): {total:,} parameters in {str(dtype)[6:]}, "
         f"of which a rank of tp={tp}{'' if ep is None else f', ep={ranks}'} holds {mine / total:.0%}"
     ]
-    moved = {name: x.to(ctx.backend.device()) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
+    moved = {name: x.to(ctx.device) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
     try:
-        sharded, plain = (m.to(ctx.backend.device()) for m in (model, whole))
-        compare(sharded, plain, moved, tolerance=TOLERANCE, reduce=ep is not None)
+        sharded, plain = (move_model_to_device(m, ctx.device) for m in (model, whole))
+        compare(sharded, plain, moved, tolerance=TOLERANCES[dtype], reduce=ep is not None)
     except (AssertionError, ValueError) as e:  # of the comparison, or of a step that finds it out by itself
         return ModelVerdict(lines, wrong=str(e))
     named = dict(whole.named_parameters())
     without = [name for name, p in named.items() if p.grad is None]
     lines.append(
-        f"output, loss and {len(named) - len(without)} gradients are the whole model's, to {TOLERANCE:.0e} of the "
-        "largest value of each"
+        f"output, loss and {len(named) - len(without)} gradients are the whole model's, to "
+        f"{TOLERANCES[dtype]:.0e} of the largest value of each"
     )
     if without:
         lines.append(f"not compared, for text gives them no gradient: {', '.join(without[:3])}, {len(without)} in all")

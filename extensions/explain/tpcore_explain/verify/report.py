@@ -25,7 +25,7 @@ from tpcore.testing.kit import collectives as bodies
 from tpcore.testing.kit import programs, training
 from tpcore.testing.kit.contract import Contract
 from tpcore.testing.kit.rank import Wrong
-from tpcore.testing.kit.samples import LOST
+from tpcore.testing.kit.samples import LOST, lost_by
 
 
 @dataclass
@@ -90,9 +90,10 @@ def checked(ctx: ParallelContext, backend: str, note: str = "") -> Report:
 
 def _rows(ctx: ParallelContext) -> Iterator[Row]:
     can = ctx.backend.capabilities
+    loses = lost_by(ctx.device) if ctx.comm("tp").eager else LOST
     for primitive in bodies.PRIMITIVES:
         for dtype in can.dtypes:
-            wrong = bodies.right_values(ctx, primitive, dtype, () if ctx.comm("tp").eager else LOST)
+            wrong = bodies.right_values(ctx, primitive, dtype, loses)
             yield _row(primitive, str(dtype).removeprefix("torch."), len(bodies.shapes(ctx.comm("tp").size)), wrong)
     yield from edge_rows(ctx)
     for layer, axes in matrix.AXES.items():
@@ -128,6 +129,7 @@ class _Edges(Contract):
 
     def __init__(self, ctx: ParallelContext) -> None:
         self._ctx, self.wrong = ctx, Wrong()
+        self.loses = lost_by(ctx.device)  # type: ignore[misc]  # of this job
 
     def backend_class(self) -> type[Backend]:
         return type(self._ctx.backend)

@@ -46,6 +46,8 @@ class Trace:
     """Modules whose outputs hooks of the script may change."""
     delegated: bool = False
     """The optimizer gave other tensors to one inside of it, and gradients are reduced on the way."""
+    narrow: bool = False
+    """The run was for float64, and ends at the first model: its device does not keep that."""
     exact: bool = False
     """The job asked for the same bits at every degree."""
 
@@ -155,6 +157,7 @@ class ScriptRecorder:
         first = "model" if not roots else f"model{roots + 1}"
         top = f"{parent}.({type(root).__name__})" if parent else first
         if self._double:
+            self._stop_if_narrow(root)
             root.double()
         for name, module in root.named_modules():
             if module in self._paths:
@@ -176,6 +179,11 @@ class ScriptRecorder:
                         self._nodes.append(node)  # or it would be made anew without the hook
                         node.register_prehook(partial(self._parameter, path, what))
         self.trace.exact |= is_initialized() and current().reproducible is not None
+
+    def _stop_if_narrow(self, root: nn.Module) -> None:
+        self.trace.narrow = any(not keeps_float64(device) for device in {p.device for p in root.parameters()})
+        if self.trace.narrow:
+            raise Enough
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         path = self._paths[module]
@@ -274,6 +282,14 @@ class ScriptRecorder:
         return [pair for pair in self._owners.items() if id(pair[0]) in own][::-1]
 
 
+def keeps_float64(device: torch.device) -> bool:
+    """Some devices refuse it, and others compute in 32 bits without a word."""
+    try:
+        return torch.tensor(1 / 3, dtype=torch.float64, device=device).item() == 1 / 3
+    except (TypeError, RuntimeError):
+        return False
+
+
 def _is_plain(value: Any) -> bool:
     """Whether ``value`` may be looked at: a tensor of a class of its own may be one that is made when it is read."""
-    return type(value) in (Tensor, nn.Parameter) or hasattr(value, "to_local")
+    return nested.is_plain(value) or hasattr(value, "to_local")

@@ -19,13 +19,14 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from tpcore import settings
+from tpcore.log import inform
 from tpcore.processes.launch import launch
-from tpcore.runtime.context import is_initialized
+from tpcore.runtime.context import current, is_initialized
 from tpcore.runtime.init import shutdown
 
 from .degrees import one_of_each
 from .first import first_difference
-from .record import ScriptRecorder, Trace
+from .record import ScriptRecorder, Trace, keeps_float64
 from .verdict import ScriptVerdict
 
 DTYPES = FLOAT64, OWN, BITS = "float64", "own", "bits"
@@ -86,17 +87,17 @@ def verify_script(
     ranks: int = 2,
     *,
     steps: int = 2,
-    dtype: str = FLOAT64,
+    dtype: str | None = None,
     env: Mapping[str, str] | None = None,
 ) -> ScriptVerdict:
-    """Run ``script`` in one process and in ``ranks``, and compare the first ``steps`` of its optimizer. ScriptError
-    where it fails, or trains nothing."""
-    if dtype not in DTYPES:
+    """Run ``script`` in one process and in ``ranks``, and compare the first ``steps`` of its optimizer. ``dtype``: None
+    is float64 where the script's device keeps that. ScriptError where it fails, or trains nothing."""
+    if dtype is not None and dtype not in DTYPES:
         raise ScriptError(f"--dtype takes {', '.join(DTYPES)}, not {dtype!r}")
     with TemporaryDirectory() as folder:
 
         def run(name: str, size: int, noise: bool = False) -> list[Trace]:
-            args = (str(script), list(arguments), f"{folder}/{name}", steps, dtype, noise, name != "ranks")
+            args = (str(script), list(arguments), f"{folder}/{name}", steps, kind, noise, name != "ranks")
             try:
                 launch(_recorded, size, args=args, env=env)
             except Exception as e:
@@ -104,11 +105,18 @@ def verify_script(
                 raise ScriptError(f"{script} fails in {who}: {type(e).__name__}: {e}") from e
             return [Trace.load(f"{folder}/{name}-{rank}.pt") for rank in range(size)]
 
+        kind = dtype or FLOAT64
         (alone,) = run("alone", 1)
+        if alone.narrow:
+            if dtype is not None:
+                raise ScriptError(f"{script} trains on a device without {dtype}: --dtype own or bits")
+            inform(f"verify: the device of {script} has no float64, so that this is --dtype own")
+            kind = OWN
+            (alone,) = run("alone", 1)
         if not alone.entries:
             raise ScriptError(f"{script} calls no module: there is nothing to compare")
-        noisy = run("noisy", 1, noise=True)[0] if dtype == OWN and not alone.exact else None
-        return first_difference(alone, run("ranks", ranks), noisy, bits=dtype == BITS)
+        noisy = run("noisy", 1, noise=True)[0] if kind == OWN and not alone.exact else None
+        return first_difference(alone, run("ranks", ranks), noisy, bits=kind == BITS)
 
 
 def _recorded(script: str, arguments: list[str], file: str, steps: int, dtype: str, noise: bool, alone: bool) -> None:
@@ -127,6 +135,10 @@ def _recorded(script: str, arguments: list[str], file: str, steps: int, dtype: s
             runpy.run_path(script, run_name="__main__")
     except SystemExit as e:
         if e.code not in (0, None):
+            raise
+    except Exception:  # of layers that refuse float64 as they are made
+        recorder.trace.narrow = double and is_initialized() and not keeps_float64(current().device)
+        if not recorder.trace.narrow:
             raise
     recorder.trace.save(f"{file}-{settings.RANK.get()}.pt")
     if is_initialized():

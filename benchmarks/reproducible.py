@@ -12,9 +12,9 @@ import argparse
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -31,50 +31,51 @@ from .harness import Contestant, conditions, race, table
 MOST, MICROBATCHES = 8, 4
 MESHES = ({"tp": 1}, {"tp": 2}, {"tp": 4}, {"dp": 2, "tp": 2}, {"dp": 4, "tp": 1})
 DTYPES = (torch.float32, torch.bfloat16)
-_TINY: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "pad_token_id": 0,
-}
-_TINY |= {"num_attention_heads": 8, "num_key_value_heads": 4}
+_TINY: dict[str, Any] = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8}
+_GATED = _TINY | {"intermediate_size": 128, "num_key_value_heads": 4, "pad_token_id": 0}
+_NO_DROPOUT = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+_NO_DROPOUT |= dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
 
 
-def _llama(**options: Any) -> Any:
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**_TINY, **options))
+class Trained(NamedTuple):
+    """A model of transformers, how it is sharded, and what steps it."""
+
+    kind: str
+    config: dict[str, Any]
+    sharded: dict[str, Any] = {}
+    optimizer: Any = torch.optim.AdamW
+    adapters: dict[str, Any] | None = None
+    """Of LoRA."""
+
+    def made(self) -> Any:
+        auto = transformers.AutoModelForMaskedLM if self.kind == "bert" else transformers.AutoModelForCausalLM
+        model = auto.from_config(transformers.AutoConfig.for_model(self.kind, **self.config))
+        if self.adapters is None:
+            return model
+        import peft
+
+        return peft.get_peft_model(model, peft.LoraConfig(**self.adapters))
 
 
-def _lora() -> Any:
-    import peft
-
-    options: dict[str, Any] = {"r": 4, "target_modules": "all-linear", "init_lora_weights": "gaussian"}
-    return peft.get_peft_model(_llama(), peft.LoraConfig(**options))
-
-
-def _gpt2() -> Any:
-    sizes: dict[str, Any] = {"vocab_size": 96, "n_embd": 64, "n_layer": 2, "n_head": 8, "n_positions": 64}
-    none: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **none))
-
-
-def _mixtral() -> Any:
-    experts: dict[str, Any] = {"num_local_experts": 8, "num_experts_per_tok": 2}
-    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**_TINY, **experts))
-
-
-def _qwen3() -> Any:
-    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**_TINY, head_dim=16))
-
-
-MODELS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
-    "Llama, 4 key/value heads for 8": (_llama, {}),
-    "Llama, tied": (partial(_llama, tie_word_embeddings=True), {}),
-    "GPT-2": (_gpt2, {}),
-    "Qwen3, sequence parallel": (_qwen3, {"sequence_parallel": True}),
-    "Llama, LoRA, sequence parallel": (_lora, {"sequence_parallel": True}),
-    "Mixtral": (_mixtral, {}),
-    "Mixtral, whole experts on each rank": (_mixtral, {"expert_parallel": True}),
+_LORA = {"r": 4, "target_modules": "all-linear", "init_lora_weights": "gaussian"}
+_EXPERTS = _GATED | {"num_local_experts": 8, "num_experts_per_tok": 2}
+_SHORT = {"head_dim": 4, "attn_implementation": "eager"}
+_BY_TOKENS = {"sequence_parallel": True}
+MODELS = {
+    "Llama, 4 key/value heads for 8": Trained("llama", _GATED),
+    "Llama, tied": Trained("llama", _GATED | {"tie_word_embeddings": True}),
+    "Llama, heads of 4 features, eager attention": Trained("llama", _GATED | _SHORT),
+    "Llama, Muon": Trained("llama", _GATED, optimizer=tpcore.Muon),
+    "Llama, LoRA, sequence parallel": Trained("llama", _GATED, _BY_TOKENS, adapters=_LORA),
+    "Qwen2": Trained("qwen2", _GATED),
+    "Qwen3, sequence parallel": Trained("qwen3", _GATED | {"head_dim": 16}, _BY_TOKENS),
+    "OLMo 2, sequence parallel": Trained("olmo2", _GATED, _BY_TOKENS),
+    "GPT-2": Trained("gpt2", _TINY | _NO_DROPOUT),
+    "BERT, eager attention": Trained("bert", _TINY | _NO_DROPOUT | {"attn_implementation": "eager"}),
+    "GPT-NeoX": Trained("gpt_neox", _TINY | {"intermediate_size": 128}),
+    "Phi": Trained("phi", _TINY | {"intermediate_size": 128}),
+    "Mixtral": Trained("mixtral", _EXPERTS),
+    "Mixtral, whole experts on each rank": Trained("mixtral", _EXPERTS, {"expert_parallel": True}),
 }
 
 
@@ -87,17 +88,15 @@ def digest(state: Mapping[str, Tensor]) -> str:
     return found.hexdigest()[:12]
 
 
-def trained(name: str, dtype: torch.dtype, steps: int, zero: bool, ctx: ParallelContext) -> tuple[list[Any], str]:
-    """The losses, the norms and the hash of the weights after ``steps`` of clipped AdamW."""
-    make, options = MODELS[name]
+def trained(what: Trained, dtype: torch.dtype, steps: int, zero: bool, ctx: ParallelContext) -> tuple[list[Any], str]:
+    """The losses, the norms and the hash of the weights after ``steps`` clipped ones."""
     torch.manual_seed(0)
-    model = tpcore_hf.parallelize(make().to(dtype), **options)
+    model = tpcore_hf.parallelize(what.made().to(dtype), **what.sharded)
     named, dp = model.named_parameters(), ctx.mesh.axes.get("dp", 1)
-    adamw = torch.optim.AdamW
-    optimizer = tpcore.Zero1(adamw, named, lr=1e-3) if zero else adamw(named, lr=1e-3)
+    optimizer = tpcore.Zero1(what.optimizer, named, lr=1e-3) if zero else what.optimizer(named, lr=1e-3)
     mine, first, seen = MICROBATCHES // dp, ctx.mesh.coords(ctx.rank).get("dp", 0), []
     for step in range(steps):
-        batch = torch.randint(3, 96, (MICROBATCHES, 1, 32), generator=torch.Generator().manual_seed(step))
+        batch = torch.randint(3, 96, (MICROBATCHES, 2, 32), generator=torch.Generator().manual_seed(step))
         optimizer.zero_grad()
         losses = []
         for ids in batch[first * mine :][:mine]:
@@ -109,12 +108,12 @@ def trained(name: str, dtype: torch.dtype, steps: int, zero: bool, ctx: Parallel
 
 
 def on(
-    axes: dict[str, int], name: str, dtype: torch.dtype, steps: int, *, zero: bool = False, most: int | None = MOST
+    axes: dict[str, int], what: Trained, dtype: torch.dtype, steps: int, *, zero: bool = False, most: int | None = MOST
 ) -> tuple[list[Any], str]:
     """``trained`` on a mesh of threads, the same on all ranks. ValueError if it is not."""
-    every = run_ranks(Mesh(axes), partial(trained, name, dtype, steps, zero), reproducible=most)
+    every = run_ranks(Mesh(axes), partial(trained, what, dtype, steps, zero), reproducible=most)
     if any(found != every[0] for found in every):
-        raise ValueError(f"{name} on {axes}: the ranks differ")
+        raise ValueError(f"{what} on {axes}: the ranks differ")
     return every[0]
 
 
@@ -123,13 +122,16 @@ def bits(steps: int, models: list[str]) -> None:
     torch.set_num_threads(1)
     logging.getLogger("tpcore").setLevel(logging.ERROR)
     meshes = [" ".join(f"{axis}={n}" for axis, n in axes.items()) for axes in MESHES]
-    print(f"{conditions()}; {MICROBATCHES} microbatches on all ranks of dp together, {steps} steps of clipped AdamW\n")
+    print(
+        f"{conditions()}; {MICROBATCHES} microbatches on all ranks of dp together, {steps} clipped steps of AdamW, or "
+        "of what is named\n"
+    )
     print(
         f"| model | dtype | {' | '.join(meshes)} | same losses, norms, weights |\n|---|---|{'---|' * len(MESHES)}---|"
     )
     for name in models:
         for dtype in DTYPES:
-            found = [on(axes, name, dtype, steps) for axes in MESHES]
+            found = [on(axes, MODELS[name], dtype, steps) for axes in MESHES]
             same = "the same" if all(other == found[0] for other in found) else "**different**"
             hashes = " | ".join(f"`{weights}`" for _, weights in found)
             print(f"| {name} | {str(dtype)[6:]} | {hashes} | {same} |", flush=True)

@@ -63,7 +63,9 @@ def transformed() -> bool:
 
 def _linear(x: Tensor, comm: Comm, forward: Map, transpose: Map) -> Tensor:
     if comm.size == 1:
-        return x  # not through autograd, which forbids in-place ops on a Function's unchanged output
+        # Not through autograd, which forbids in-place ops on a Function's unchanged output. With ``blocks`` the
+        # gradients of all that read it meet here, as they do on several ranks: else they are added in another order.
+        return x if comm.blocks is None else x.view_as(x)
     y: Tensor = (_Transformed if transformed() else _Linear).apply(plain(x), comm, forward, transpose)
     return y
 

@@ -22,7 +22,7 @@ from ..layout.shard import ShardSpec
 from .fused import Fused, autocasted, column_linear, row_linear
 from .module import ParallelModule
 
-_ALIGNED, _LANES = 64, 128
+ALIGNED, _LANES = 64, 128
 """Bytes of a cache line, and of what torch's vectorized functions compute at once: what is left over at the end of a
 tensor goes another way, which rounds otherwise (SiLU: one entry in 26)."""
 
@@ -30,12 +30,20 @@ tensor goes another way, which rounds otherwise (SiLU: one entry in 26)."""
 def aligned(t: Tensor) -> Tensor:
     """``t`` contiguous, from the beginning of a cache line on."""
     t = t.contiguous()
-    return t.clone() if t.device.type == "cpu" and t.data_ptr() % _ALIGNED else t
+    return t.clone() if t.device.type == "cpu" and t.data_ptr() % ALIGNED else t
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     y: Tensor = _OfBlock.apply(*autocasted(x.flatten(0, -2), weight, bias, x.device.type))
     return y.view(*x.shape[:-1], -1)
+
+
+def products(x: Tensor, y: Tensor) -> Tensor:
+    """``x @ y`` of batches of matrices, each of which has the bits that it has alone, whatever their layout."""
+    batch = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2])
+    rows, columns = (t.expand(*batch, *t.shape[-2:]).flatten(0, -3) for t in (x, y.mT))
+    of_each = [_product(*matrices, None) for matrices in zip(rows, columns, strict=True)]
+    return torch.stack(of_each).view(*batch, x.shape[-2], y.shape[-1])
 
 
 class _OfBlock(torch.autograd.Function):

@@ -49,6 +49,7 @@ from .shard.figures import count_whole
 from .shard.forwards import drop_by_rank, share_inputs
 from .shard.gradients import FirstBackwards
 from .shard.loss import cut_loss
+from .shard.products import multiply_each_alone
 from .shard.refusals import guard, is_guarded
 from .shard.replace import replace, restored_if_refused
 
@@ -239,6 +240,7 @@ def _connect(
         whole = cut_sequence(model, cuts, comm, draws)
     else:
         share_inputs(model, cuts)
+    multiply_each_alone(model, cuts if comm.blocks else [])
     head = model.get_output_embeddings()  # type: ignore[operator]
     gathered = isinstance(head, ColumnParallelLinear) and any(cut.style == styles.COLUMN_GATHERED for cut in cuts)
     # what is attached that sees logits, or their gradients, sees whole ones

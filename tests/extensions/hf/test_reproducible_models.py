@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 from helpers.tiers import tiers
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, GPT2Config, GPT2LMHeadModel
+from torch import Tensor
+from transformers import AttentionInterface, DeepseekV3Config, DeepseekV3ForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import tpcore_hf
-from benchmarks.reproducible import MESHES, MODELS, on
+from benchmarks.reproducible import MESHES, MODELS, Trained, on
 from tpcore.layout.mesh import Mesh
 from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
@@ -21,6 +22,8 @@ QUICK = [
     ("Llama, 4 key/value heads for 8", "float32", 2),
     ("Llama, tied", "bfloat16", 3),
     ("Qwen3, sequence parallel", "float32", 2),
+    ("Llama, heads of 4 features, eager attention", "float32", 2),
+    ("OLMo 2, sequence parallel", "float32", 1),
     ("Mixtral", "float32", 2),
     ("Llama, LoRA, sequence parallel", "float32", 2),
 ]
@@ -29,13 +32,26 @@ REST = [(name, dtype, mesh) for name in MODELS for dtype in DTYPES for mesh in r
 
 @pytest.mark.parametrize(("name", "dtype", "mesh"), tiers(QUICK, REST))
 def test_steps_of_a_model_have_the_same_bits(name: str, dtype: str, mesh: int) -> None:
-    want = on({"tp": 1}, name, DTYPES[dtype], 2)
-    assert on(MESHES[mesh], name, DTYPES[dtype], 2, zero=mesh > 2) == want
+    want = on({"tp": 1}, MODELS[name], DTYPES[dtype], 2)
+    assert on(MESHES[mesh], MODELS[name], DTYPES[dtype], 2, zero=mesh > 2) == want
+
+
+NO_LINES = {"num_key_value_heads": 8, "head_dim": 6}
+ONE_HEAD = {
+    "eager": Trained("bert", MODELS["BERT, eager attention"].config),
+    "rows of no whole cache lines": Trained("llama", MODELS["Qwen2"].config | NO_LINES),
+}
+
+
+@pytest.mark.parametrize("case", ONE_HEAD)
+def test_one_head_on_a_rank_has_the_bits_that_it_has_beside_others(case: str) -> None:
+    """Its queries and keys have another layout in memory."""
+    assert on({"tp": 8}, ONE_HEAD[case], torch.float32, 1) == on({"tp": 1}, ONE_HEAD[case], torch.float32, 1)
 
 
 def test_without_it_they_have_not() -> None:
-    name = "Llama, 4 key/value heads for 8"
-    assert on({"tp": 1}, name, torch.float32, 2, most=None) != on({"tp": 2}, name, torch.float32, 2, most=None)
+    llama = MODELS["Llama, 4 key/value heads for 8"]
+    assert on({"tp": 1}, llama, torch.float32, 2, most=None) != on({"tp": 2}, llama, torch.float32, 2, most=None)
 
 
 def gpt2(**options: Any) -> GPT2LMHeadModel:
@@ -48,11 +64,23 @@ def latent() -> DeepseekV3ForCausalLM:
     return DeepseekV3ForCausalLM(DeepseekV3Config(**sizes, num_attention_heads=8, q_lora_rank=16, kv_lora_rank=16))
 
 
+def by_einsum(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **_: Any) -> Any:
+    weights = torch.einsum("bhqd,bhkd->bhqk", query, key).softmax(-1)
+    return (weights @ value).transpose(1, 2), None
+
+
+def einsum() -> Any:
+    AttentionInterface.register("by_einsum", by_einsum)
+    config = MODELS["Phi"].config | {"attn_implementation": "by_einsum"}
+    return tpcore_hf.parallelize(Trained("phi", config).made())(torch.zeros(1, 16, dtype=torch.int64))
+
+
 REFUSED = {
+    "another product of heads": (einsum, r"torch.einsum of tensors of shapes \(1, \d, 16, 8\).*call torch.matmul"),
     "a vocabulary": (lambda: tpcore_hf.parallelize(gpt2(vocab_size=97)), "97 of .* are not 8 equal blocks.*to 104"),
     "latent attention": (lambda: tpcore_hf.parallelize(latent()), r"\('mla_kv_a_proj'\).*in an order of its degree"),
     "capacity": (
-        lambda: tpcore_hf.parallelize(MODELS["Mixtral"][0](), expert_parallel=True, capacity_factor=1.0),
+        lambda: tpcore_hf.parallelize(MODELS["Mixtral"].made(), expert_parallel=True, capacity_factor=1.0),
         "capacity_factor=1.0 drops choices by rank",
     ),
     "dropout": (

@@ -101,7 +101,7 @@ def _drops(model: nn.Module) -> bool:
 
 def draw_inside(module: nn.Module, draws: Draws, spread: Switch | None = None) -> None:
     """Enter ``draws`` in each forward of ``module``. ``spread``: whether its input is this rank's part."""
-    original, own = _own_forward(module)
+    original, own = own_forward(module)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # children too, as people turn on dropout alone
@@ -171,7 +171,7 @@ def sum_gradients(module: nn.Module, comm: Comm, switch: Switch | None = None) -
 def sum_in_blocks(module: nn.Module, comm: Comm, dim: int, switch: Switch | None = None) -> None:
     """As ``sum_gradients``, in blocks of the input along ``dim``, tokens or heads, that are the same at every degree.
     ``module`` computes each of these by itself."""
-    original, own = _own_forward(module)
+    original, own = own_forward(module)
 
     def forward(self: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         comm, dim, switch = self.__dict__[_BLOCKS]
@@ -202,7 +202,7 @@ def select_heads(module: nn.Module, comm: Comm, copies: int) -> None:
 def substitute(module: nn.Module, function: partial[Tensor | None]) -> None:
     """Let ``module``'s forward use what ``function`` makes of the parameters. By a class with its data on the instance,
     so that ``deepcopy`` copies both together."""
-    original, own = _own_forward(module)
+    original, own = own_forward(module)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # not functional_call: it calls the module, whose hooks would run a second time
@@ -220,7 +220,7 @@ def substitute(module: nn.Module, function: partial[Tensor | None]) -> None:
     module.__class__ = with_forward(original, forward)
 
 
-def _own_forward(module: nn.Module) -> tuple[type[nn.Module], Callable[..., Any]]:
+def own_forward(module: nn.Module) -> tuple[type[nn.Module], Callable[..., Any]]:
     """The class of ``module``, and its forward as a function of a module: one that was set on ``module`` would hide
     that of a class, and is moved out of the way."""
     original = type(module)

@@ -1,0 +1,66 @@
+"""Products of the heads that a rank has, which have the same bits whatever their number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from tpcore.layers.blocks import ALIGNED, products
+
+from ..plan.decisions import Cut
+from .forwards import columns_by_owner, own_forward, with_forward
+
+_OF_TWO = frozenset({"matmul", "__matmul__", "bmm"})
+_OF_OTHERS = frozenset({"baddbmm", "baddbmm_", "einsum"})
+
+
+class _EachAlone(TorchFunctionMode):
+    """Multiplies batches of matrices one by one: that of one head may have another layout in memory than those of
+    several, and a library of matrices chooses its order of addition by it. ValueError for functions that have no such
+    form."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if name == "scaled_dot_product_attention":
+            return _attention(*args, **kwargs)
+        given = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)] if name in _OF_TWO | _OF_OTHERS else []
+        if sum(t.ndim > 2 for t in given) < 2:  # or of one matrix, which every rank has
+            return func(*args, **kwargs)
+        if name in _OF_OTHERS:
+            raise ValueError(
+                f"torch.{name} of tensors of shapes {', '.join(str(tuple(t.shape)) for t in given)} between sharded "
+                "layers adds in an order of what a rank has of them: with reproducible= call torch.matmul, or leave "
+                "the module whole, plan={...: 'replicate'}"
+            )
+        return products(*given[:2])
+
+
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, *args: Any, scale: float | None = None, **kwargs: Any
+) -> Tensor:
+    """Of heads padded to whole cache lines, so that each begins with one, however many there are."""
+    size, width = query.shape[-1], value.shape[-1]
+    line = ALIGNED // query.itemsize
+    line *= -(-max(size, width) // line)
+    query, key, value = (F.pad(t, (0, line - t.shape[-1])) for t in (query, key, value))
+    kwargs["scale"] = size**-0.5 if scale is None else scale
+    return F.scaled_dot_product_attention(query, key, value, *args, **kwargs)[..., :width]
+
+
+def multiply_each_alone(model: nn.Module, cuts: list[Cut]) -> None:
+    """Let the modules that call column layers multiply what these return, such as queries and keys, head by head."""
+    for name in columns_by_owner(model, cuts):
+        module = model.get_submodule(name)
+        original, own = own_forward(module)
+
+        def forward(self: nn.Module, *args: Any, own: Callable[..., Any] = own, **kwargs: Any) -> Any:
+            with _EachAlone():
+                return own(self, *args, **kwargs)
+
+        module.__class__ = with_forward(original, forward)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .. import nested
 from ..layers.sharding import sharding
 from ..layout.layout import Layout
 from ..layout.slices import narrowed
@@ -81,7 +82,7 @@ def _pairs(model: nn.Module, whole: nn.Module, names: Mapping[str, str]) -> list
 def _run(model: nn.Module, inputs: Any, loss: Callable[[Any], Tensor] | None) -> dict[str, Tensor | None]:
     """One forward and backward: the tensors of the output, the loss, the gradients of the inputs."""
     model.zero_grad()
-    batch = _copied(inputs)
+    batch = nested.mapped(lambda t: t.detach().clone().requires_grad_(t.requires_grad), inputs)
     output = model(**batch) if isinstance(batch, Mapping) else model(*([batch] if isinstance(batch, Tensor) else batch))
     values: dict[str, Tensor | None] = dict(_tensors("output", output))
     total = getattr(output, "loss", None) if loss is None else loss(output)
@@ -100,18 +101,6 @@ def _weighted(outputs: Sequence[Tensor]) -> Tensor:
     draw = torch.Generator().manual_seed(0)
     weights = [torch.randn(t.shape, dtype=t.dtype, generator=draw).to(t.device) for t in outputs]
     return torch.stack([(t * w).sum() for t, w in zip(outputs, weights, strict=True)]).sum()
-
-
-def _copied(nest: Any) -> Any:
-    """With tensors of its own, in all that ``_tensors`` looks into: pytree copies only containers that it knows."""
-    if isinstance(nest, Tensor):
-        return nest.detach().clone().requires_grad_(nest.requires_grad)
-    if isinstance(nest, Mapping):
-        return {key: _copied(value) for key, value in nest.items()}
-    if not isinstance(nest, list | tuple):
-        return nest
-    values = map(_copied, nest)
-    return type(nest)(*values) if hasattr(nest, "_fields") else type(nest)(values)
 
 
 def _tensors(name: str, nest: Any) -> Iterator[tuple[str, Tensor]]:

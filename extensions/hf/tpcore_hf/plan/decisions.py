@@ -170,7 +170,8 @@ def _cut(model: nn.Module, name: str, module: nn.Module, rule: Rule, queries: Ma
     width = queries.get(name.rpartition(".")[0], 0)
     columns = rule in (plan.COLUMN, plan.QKV_COLUMN) or not isinstance(rule, str)
     blocks: tuple[Block, ...] | None = None
-    needs = groups(name, owner, rule) if columns else []
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    needs = groups(name, owner, rule, kind) if columns else []
     if not isinstance(rule, str):
         blocks, size = tuple(Block(*block) for block in rule), head_size(owner)
         # in an attention a unit of several heads is a key/value head with its queries

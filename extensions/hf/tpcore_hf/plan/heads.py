@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -89,13 +88,13 @@ def grouped(name: str, owner: nn.Module, size: int, queries: int) -> tuple[Block
     return Block(size, unit, replicate=shared), Need(name, size // unit, what, shared)
 
 
-def groups(name: str, owner: nn.Module, rule: Rule) -> list[Need]:
+def groups(name: str, owner: nn.Module, rule: Rule, model_type: str | None) -> list[Need]:
     """What CodeGen's q|v|k need, which are those of groups of heads. ValueError where forward would read parts of other
-    groups: by a ``rule`` that parts them, and wherever it reads four, whatever a rank has."""
+    groups: by a ``rule`` that parts them, and in releases whose attention has no number of groups, and reads four."""
     count = getattr(owner, "mp_num", None)
     if isinstance(count, int) and rule == COLUMN:
         return [Need(name, count, "groups of heads")]
-    if count is not None or "mp_num" in inspect.unwrap(type(owner).forward).__code__.co_varnames:
+    if count is not None or (model_type == "codegen" and head_size(owner) is not None):
         raise ValueError(
             f"{name} ({type(owner).__name__}) holds q|v|k of four groups of heads, and forward would read others "
             f"with {rule!r}: plan={{{wildcard(name)!r}: 'replicate'}} leaves it whole"

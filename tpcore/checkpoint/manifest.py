@@ -17,8 +17,6 @@ from .storage.publish import resolve
 
 FORMAT = "tpcore.checkpoint"
 VERSION = 2
-"""Version 1 records no axes: every cut is over tp. It can still be read."""
-READABLE = (1, VERSION)
 STATE = "state.json"
 
 _FILE = re.compile(r"tp_rank_\d+(_pp_rank_\d+)?/[A-Za-z0-9_][A-Za-z0-9_.-]*")
@@ -91,10 +89,10 @@ def typed(kind: type, value: Any) -> Any:
 def check_format(top: Any, path: str) -> None:
     if not isinstance(top, dict) or top.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not of a checkpoint of the format {FORMAT!r}")
-    if top.get("version") not in READABLE:
+    if top.get("version") != VERSION:
         raise CheckpointError(
-            f"{path} is of format version {top.get('version')!r} and this tpcore reads versions {READABLE[0]} to "
-            f"{VERSION}: use the tpcore that wrote it, or a newer one"
+            f"{path} is of format version {top.get('version')!r} and this tpcore reads version {VERSION}: use the "
+            "tpcore that wrote it, or a newer one"
         )
 
 

@@ -55,7 +55,7 @@ class OutputSpec(NamedTuple):
 @dataclass(frozen=True)
 class TraceManifest:
     """Keys of ``files``: paths relative to the directory, with forward slashes. ``save_id``: also in the header of each
-    file of weights; empty in files of tpcore 0.1.0."""
+    file of weights."""
 
     backend: str
     tp: int
@@ -65,7 +65,7 @@ class TraceManifest:
     weights: Mapping[str, Weight]
     files: Mapping[str, TracedFile]
     written_by: Mapping[str, str]
-    save_id: str = ""
+    save_id: str
 
     @property
     def programs(self) -> int:
@@ -113,7 +113,7 @@ class TraceManifest:
                 },
                 {name: TracedFile(typed(int, f["bytes"]), str(f["checksum"])) for name, f in top["files"].items()},
                 dict(top["written_by"]),
-                str(top.get("save_id", "")),
+                str(top["save_id"]),
             )
 
 
@@ -194,7 +194,7 @@ def _check_file(folder: Path, name: str, record: TracedFile, save_id: str, verif
     if name.endswith(".safetensors"):
         file = TensorFile(str(path))  # before the checksum: a damaged header needs no more bytes
         file.close()
-        if save_id and path.name == WEIGHTS:  # of another rank or save only the header differs, not size and tensors
+        if path.name == WEIGHTS:  # of another rank or save only the header differs, not size and tensors
             written = file.metadata.get("rank"), file.metadata.get("save_id")
     elif name.endswith(".json") and size > LARGEST:
         raise CheckpointError(f"{path} is damaged: it has {size} bytes, more than the limit of {LARGEST}")

@@ -157,7 +157,7 @@ def bound(
     return call
 
 
-def collectives(comm_of: Callable[[str], Comm], groups: Sequence[str], space: str = NAMESPACE) -> dict[str, Target]:
+def collectives(comm_of: Callable[[str], Comm], groups: Sequence[str]) -> dict[str, Target]:
     """What a graph calls in place of operators of collectives: no dispatcher (10 us), and results may be the argument's
     memory."""
 
@@ -171,4 +171,4 @@ def collectives(comm_of: Callable[[str], Comm], groups: Sequence[str], space: st
 
         return run
 
-    return {f"{space}::{p.name}.default": call(p) for p in TABLE}
+    return {f"{NAMESPACE}::{p.name}.default": call(p) for p in TABLE}

@@ -20,8 +20,6 @@ from tpcore.trace.programs import CONSTANTS
 
 from .compiled import CODE, compiled, loaded, missing
 
-_BEFORE = "tpcore_cpu_gloo"  # the namespace in files of earlier versions
-
 
 def trace(
     fn: Function,
@@ -85,5 +83,5 @@ def _assert(holds: Tensor, message: str) -> None:
 
 def _replacements(comm_of: Callable[[str], Comm], groups: Sequence[str]) -> dict[str, Target]:
     """What a graph calls in place of operators."""
-    of = programs.collectives(comm_of, groups) | programs.collectives(comm_of, groups, _BEFORE)
+    of = programs.collectives(comm_of, groups)
     return {"aten::_assert_async.msg": _assert, f"{OPERATOR}.default": one_by_one, **of}

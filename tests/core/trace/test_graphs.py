@@ -14,11 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from tpcore.errors import BackendError
-from tpcore.layout.mesh import Mesh
-from tpcore.runtime.context import ParallelContext
-from tpcore.testing import run_ranks
 from tpcore.trace.graph import from_json, to_json
-from tpcore_cpu_gloo.programs import load, trace
+from tpcore_cpu_gloo.programs import load
 
 
 class Various(nn.Module):
@@ -52,23 +49,6 @@ def test_there_and_back() -> None:
             assert got.dtype == wanted.dtype
             assert torch.equal(got, wanted)
     assert "autocast" in json.dumps(to_json(made.graph_module))  # an inner graph was among them
-
-
-def test_programs_of_earlier_versions(tmp_path: Path) -> None:
-    """Their operators are in another namespace."""
-
-    def rank(ctx: ParallelContext) -> list[float]:
-        comm, graph = ctx.comm("tp"), tmp_path / "graph.json"
-        trace(lambda _, inputs: [comm.all_reduce(inputs[0])], {}, [torch.ones(2)], [{}], ctx.comms, ctx.world, tmp_path)
-        ctx.world.all_reduce(torch.ones(1))
-        if ctx.rank == 0:
-            assert "tpcore::all_reduce" in graph.read_text()
-            graph.write_text(graph.read_text().replace("tpcore::", "tpcore_cpu_gloo::"))
-        ctx.world.all_reduce(torch.ones(1))
-        found: list[float] = load(tmp_path, {}, ctx.named)([torch.ones(2)])[0].tolist()
-        return found
-
-    assert run_ranks(Mesh({"tp": 2}), rank) == [[2.0, 2.0]] * 2
 
 
 def spoil(change: Callable[[Any], Any], folder: Path) -> None:

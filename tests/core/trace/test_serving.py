@@ -421,15 +421,6 @@ def test_damaged_directories(artifact: Path, tmp_path: Path, what: str) -> None:
         parallel_model_load(folder, verify=what in DAMAGES)
 
 
-def test_a_trace_of_an_older_tpcore_names_no_save(artifact: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "copy"
-    shutil.copytree(artifact, folder)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    del manifest["save_id"]
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    assert opened(folder).save_id == ""
-
-
 def test_saving_is_whole_or_not_at_all(
     served: TensorParallelModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

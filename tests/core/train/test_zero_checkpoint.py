@@ -354,30 +354,6 @@ def test_no_state_is_saved_in_the_middle_of_a_step(
     called[how]()
 
 
-@pytest.mark.parametrize("kind", ["Zero1", "AdamW"])
-@each_rank(dp=1, tp=2)
-def test_a_checkpoint_of_an_earlier_version_with_sums_is_refused(
-    ctx: ParallelContext, tmp_path: Path, kind: str
-) -> None:
-    """``load_state_dict`` of a plain optimizer would take any key, and never use this one."""
-    net = cut_net(FULL)
-    optimizer = AdamW(net.named_parameters(), lr=1e-2)
-    for p in net.parameters():
-        optimizer.state[p]["gradient"] = torch.ones_like(p)
-    save({"model": net.state_dict(), "optimizer": optimizer}, tmp_path / "c")
-
-    other = optimizer if kind == "AdamW" else Zero1(AdamW, net.named_parameters(), lr=1e-2)
-    with pytest.raises(CheckpointError, match="between the backwards of one step"):
-        load(tmp_path / "c", net, optimizer=other)
-    with pytest.raises(CheckpointError, match="between the backwards of one step"):
-        load(tmp_path / "c", net)
-    if isinstance(other, Zero1):
-        with pytest.raises(ValueError, match="between the backwards of one step"):
-            other.load_state_dict(optimizer.state_dict())
-    with pytest.warns(UserWarning, match="left out") if ctx.rank == 0 else nullcontext():
-        assert load(tmp_path / "c", net, strict=False) == {}
-
-
 @each_rank(dp=1, tp=1)
 def test_a_save_in_the_background_holds_the_values_of_its_call(ctx: ParallelContext, tmp_path: Path) -> None:
     """At dp=1 the gathered values are the optimizer's own memory, which the next step changes."""

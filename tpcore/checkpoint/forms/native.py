@@ -115,8 +115,7 @@ class RankState:
             dtype, shape, crc32 = dtype_of(record["dtype"]), tuple(map(int, record["shape"])), str(record["crc32"])
             layout: LayoutOnRecord = record["spec"]
             if isinstance(layout, dict):
-                # version 1 does not record the axis, which is always tp
-                layout = Layout.of(ShardSpec.from_json(layout), *record.get("axes", ("tp",)))
+                layout = Layout.of(ShardSpec.from_json(layout), *record["axes"])
         except MALFORMED as e:
             what = f"{self.path}: the record of {name!r} in {file}"
             raise CheckpointError(f"{what} is damaged: {type(e).__name__}: {e}") from e

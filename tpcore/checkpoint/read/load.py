@@ -14,7 +14,7 @@ from ...layers.sharding import Sharding, stamp
 from ...layout.layout import Layout
 from ...runtime.consensus import gather, together
 from ...runtime.context import ParallelContext
-from ...train.zero import OF_SUMS, SUMS, Zero1, fitted
+from ...train.zero import Zero1, fitted
 from ..forms.source import OfParameter, Source, SpecOf, Stage
 from ..storage.files import listed, naming
 from ..stored import Stored
@@ -121,7 +121,6 @@ class Loading:
         ``alone``: those that the target does not take may be left out."""
         every = self._model is None
         bound |= stage.bound(model=every) if self._sharded else {}
-        bound |= {of.key: OF_SUMS for of in tensors if of.stored.where.endswith(f".{SUMS}")}
         for why in dict.fromkeys(bound.values()):
             if self._strict and (not alone or bound.get(self._key) == why):
                 keys = ", ".join(dotted((key,)) for key in bound if bound[key] == why)

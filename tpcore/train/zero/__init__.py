@@ -2,6 +2,6 @@
 
 from .chunk import ReadRun
 from .optimizer import Zero1
-from .state import OF_SUMS, SUMS, fitted, renumbered
+from .state import fitted, renumbered
 
-__all__ = ["OF_SUMS", "SUMS", "ReadRun", "Zero1", "fitted", "renumbered"]
+__all__ = ["ReadRun", "Zero1", "fitted", "renumbered"]

@@ -20,12 +20,6 @@ IN_STEP = (
     "gradients of this step are summed and no step has used them: save after optimizer.step(), or drop them "
     "by optimizer.zero_grad()"
 )
-SUMS = "gradient"
-"""Key of sums of gradients that no step had used, in states of earlier versions."""
-OF_SUMS = (
-    "the optimizer's state was saved between the backwards of one step, with the gradients summed so far, "
-    "which is not supported any more: load a checkpoint that was saved after optimizer.step()"
-)
 
 
 @dataclass(frozen=True)
@@ -110,12 +104,6 @@ def entries_of(
     return {**saved, "state": states}, masters
 
 
-def refuse_sums(saved: Mapping[str, Any]) -> None:
-    """Raise ValueError for a state that an earlier version saved between the backwards of one step."""
-    if any(isinstance(values, Mapping) and SUMS in values for values in saved["state"].values()):
-        raise ValueError(OF_SUMS)
-
-
 def _read(value: Any, run: ReadRun | None) -> Any:
     """All of ``value``, which stands for a tensor in a file if there is a ``run``."""
     if run is None:
@@ -184,7 +172,6 @@ def check_kind(
     cls: type[torch.optim.Optimizer], defaults: Mapping[str, Any], saved: Saved, parameters: Sequence[Tensor]
 ) -> None:
     """Raise ValueError for the state of another kind of optimizer, and for values of other shapes."""
-    refuse_sums(saved)
     first: Mapping[str, Any] = next(iter(saved["param_groups"]), {})
     trial = tried(cls, {**defaults, **first})
     if trial is None:

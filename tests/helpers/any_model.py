@@ -24,7 +24,7 @@ from helpers.families import PAGE_FILE, Verdict, Whole, config_of, made, on_the_
 from tpcore_hf.plan.decisions import is_linear
 from tpcore_hf.plan.found import COMPARED, found
 from tpcore_hf.plan.model import own_rules, vocabulary
-from tpcore_hf.plan.rules import normalized, rule_of
+from tpcore_hf.plan.rules import rule_of
 
 HEADS = ("IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "SPEECH_SEQ_2_SEQ", "SEQ_TO_SEQ_CAUSAL_LM", "CAUSAL_LM")
 IMAGE, AUDIO = 98, 97
@@ -184,7 +184,7 @@ def batch_for(model: Any) -> dict[str, Tensor]:
 
 def found_in(model: Any) -> list[str]:
     """The linear layers whose rules are found."""
-    rules = normalized(found(model, normalized(own_rules(model)), vocabulary(model)))
+    rules = found(model, own_rules(model), vocabulary(model))
     linears = (name for name, module in model.named_modules() if is_linear(module))
     return [name for name in linears if rule_of(name, rules) is not None]
 

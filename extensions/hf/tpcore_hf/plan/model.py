@@ -12,7 +12,7 @@ from . import families
 from . import rules as plan
 from .decisions import is_linear
 from .found import COMPARED, found
-from .rules import Rule, normalized, rule_of, wildcard
+from .rules import Rule, rule_of, wildcard
 
 _ONE = "it is several models in one, which were not compared with the whole after a cut"
 _ALONE = "a cut one was not compared with the whole"
@@ -52,9 +52,9 @@ def rules_of(model: Any, user: dict[str, Rule], *, sequence_parallel: bool = Fal
             f"{type(model).__name__} ({model.config.model_type}) cannot be sharded by its plan: {why}; say how "
             "to cut what else it has, parallelize(model, plan={...})"
         )
-    rules = normalized(own_rules(model)) | normalized(user)
+    rules = own_rules(model) | user
     if model.config.model_type in COMPARED and not (sequence_parallel and rules):
-        rules = normalized(found(model, rules, vocabulary(model))) | rules
+        rules = found(model, rules, vocabulary(model)) | rules
     ends = {wildcard(name) for name, module in model.named_modules() if module in vocabulary(model)}
     if not any(rule not in (plan.REPLICATE, plan.SUMMED) and name not in ends for name, rule in rules.items()):
         kinds = {type(m).__name__ for m in model.modules() if type(m).__name__.endswith("Experts")}

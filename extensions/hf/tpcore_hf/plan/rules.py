@@ -28,19 +28,11 @@ STYLES = frozenset(
     | {EMBEDDING_ROW, EMBEDDING_COLUMN, EMBEDDING_HEADS, HEADS_ARGUMENT, SUMMED, REPLICATE, LOCAL_PARAMETERS}
     | {EXPERTS, PARTIAL, IDENTITY_EXPERT, LATENT, PARAMETER_HEADS}
 )
-ALIASES = {"colwise_rep": COLUMN_GATHERED, "rowwise_rep": ROW_SPLIT}  # before transformers 5.1, and
-ALIASES |= {"local_colwise": COLUMN, "local_rowwise": ROW}
-ALIASES |= {"local_packed_colwise": PACKED_COLUMN, "local_packed_rowwise": PACKED_ROW}
 
 
 def wildcard(name: str) -> str:
     """``name`` with ``*`` for each number between dots, and for that of an ``expert_1``."""
     return re.sub(r"(?<![^.])(expert_)?\d+(?![^.])", r"\1*", name)
-
-
-def normalized(rules: Mapping[str, Rule]) -> dict[str, Rule]:
-    """``rules`` with the present names of the styles."""
-    return {name: ALIASES.get(rule, rule) if isinstance(rule, str) else rule for name, rule in rules.items()}
 
 
 def rule_of(name: str, rules: Mapping[str, Rule]) -> Rule | None:

@@ -71,10 +71,6 @@ def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
     return torch.cat([t.view(torch.uint8) for t in parts], dim).view(parts[0].dtype)
 
 
-def _delivered(tensors: Sequence[Tensor], me: int, to: Sequence[int]) -> Tensor:
-    return tensors[to.index(me)] if me in to else torch.zeros_like(tensors[me])
-
-
 def inverse(to: Sequence[int]) -> tuple[int, ...]:
     """The sender to each member, -1 for none. As a permutation it is the inverse of ``to``."""
     return tuple(to.index(i) if i in to else -1 for i in range(len(to)))
@@ -131,7 +127,7 @@ PERMUTE = Primitive(
     "permute",
     {"to": "int[]"},
     "permute to {}".format,
-    meaning=_delivered,
+    meaning=lambda tensors, me, to: tensors[to.index(me)] if me in to else torch.zeros_like(tensors[me]),
     sent=lambda nbytes, n: nbytes,
     transpose=lambda comm, y, to: comm.permute(y, inverse(to)),
 )

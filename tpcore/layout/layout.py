@@ -99,7 +99,7 @@ class Layout:
     @cached_property
     def axes(self) -> tuple[str, ...]:
         """The axes along which ranks have different entries."""
-        of_cuts = tuple(axis for cut in self.cuts for axis in cut.axes)
+        of_cuts = tuple([axis for cut in self.cuts for axis in cut.axes])
         return of_cuts if self.slot is None else (*of_cuts, self.slot.axis)
 
     def axes_on(self, mesh: Mesh) -> tuple[str, ...]:

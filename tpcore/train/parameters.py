@@ -87,14 +87,9 @@ def average_experts(parameters: Iterable[Tensor]) -> None:
 
 
 def check_for_parts(parameters: Sequence[Tensor], names: Sequence[str]) -> None:
-    """``check_parameters`` of an optimizer whose state is sharded over dp, and ``average_experts``."""
+    """``check_parameters`` of an optimizer whose state is sharded over dp, and ``average_experts``. ValueError for a
+    parameter that is sharded over dp or cp itself. Over ep it may be."""
     check_parameters(parameters, names)
-    check_same_over_dp(parameters, names)
-    average_experts(parameters)
-
-
-def check_same_over_dp(parameters: Sequence[Tensor], names: Sequence[str]) -> None:
-    """Raise ValueError for a parameter that is sharded over dp or cp. Over ep it may be."""
     for name, p in zip(names, parameters, strict=True):
         mark = sharding(p)
         cut = [axis for axis in mark.axes if axis in DATA and axis != "ep"] if mark is not None else []
@@ -103,6 +98,7 @@ def check_same_over_dp(parameters: Sequence[Tensor], names: Sequence[str]) -> No
                 f"parameter {name} is sharded over {cut[0]} already, as {mark.layout}: its gradient is no mean over "
                 f"{cut[0]} ranks. Give such parameters to an optimizer of their own"
             )
+    average_experts(parameters)
 
 
 def names_of(groups: Iterable[dict[str, Any]]) -> list[str]:

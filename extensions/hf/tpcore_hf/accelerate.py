@@ -195,12 +195,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     # -- values of the data-parallel ranks ------------------------------------------------------------------
     def gather(self, tensor: Any) -> Any:
         """Tensors of all dp ranks, concatenated along dim 0; what has no dims becomes one entry."""
-        dp = current().batch
-
-        def gather_tensor(t: Tensor) -> Tensor:
-            return dp.all_gather((t if t.ndim else t[None]).contiguous(), 0)
-
-        return recursively_apply(gather_tensor, tensor, error_on_other_type=True)
+        gathered = current().batch.all_gather
+        return recursively_apply(
+            lambda t: gathered((t if t.ndim else t[None]).contiguous(), 0), tensor, error_on_other_type=True
+        )
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         objects = use_gather_object or not _tensors_only(input_data)

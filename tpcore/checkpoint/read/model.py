@@ -143,12 +143,10 @@ def misfits(name: str, stored: Any, want: Layout, dtype: torch.dtype, mesh: Mesh
     elif not stored.kept(want, mesh) and stored.shape != want.shape:
         cut = "" if not want.cuts else f", of which this rank holds {want.local_shape(mesh)}"
         yield f"{name!r}: the checkpoint has shape {stored.shape}, the model {want.shape}{cut}"
-    elif stored.dtype != dtype and not (stored.dtype.is_floating_point and _takes_casts(dtype)):
+    elif stored.dtype != dtype and not (
+        stored.dtype.is_floating_point and dtype.is_floating_point and dtype.itemsize > 1  # float8 would need a scale
+    ):
         yield f"{name!r}: the checkpoint has dtype {stored.dtype}, the model {dtype}"
-
-
-def _takes_casts(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point and dtype.itemsize > 1  # float8 would need a scale
 
 
 def _shape(value: Any) -> str:

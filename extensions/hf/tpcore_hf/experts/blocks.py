@@ -17,7 +17,8 @@ def summed_in_blocks(layer: Any, inputs: Mapping[str, Any]) -> Tensor:
     """The sum over all ranks of what the experts of ``layer``, or some features of each, add to ``inputs``."""
     spec: CommSpec = layer.tp, None, torch.float32
     n, parameters, outputs = layer.tp.blocks, layer._parameters, []
-    copied = {name: copies(t, spec) if _floats(t) else (t,) * n for name, t in inputs.items()}
+    floats = {name for name, t in inputs.items() if isinstance(t, Tensor) and t.is_floating_point()}
+    copied = {name: copies(t, spec) if name in floats else (t,) * n for name, t in inputs.items()}
     parts = {name: _parts(p, layer.shard_specs[name], spec) for name, p in parameters.items() if p is not None}
     try:
         for i in range(n):
@@ -37,10 +38,6 @@ def _added(layer: Any, block: int, inputs: dict[str, Any]) -> Tensor:
         inputs["top_k_index"], inputs["top_k_weights"] = layer.local(numbers, weights, n, layer.of_a_rank)
     out: Tensor = layer.computed(inputs, None)
     return out
-
-
-def _floats(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def _parts(p: Tensor, cut: ShardSpec, spec: CommSpec) -> list[Tensor]:

@@ -58,29 +58,22 @@ def is_refilled(module: nn.Module, inside: list[type[nn.Module]]) -> bool:
     return not all(type(m).__module__.startswith("peft.") or is_known(m) for m in new)
 
 
-def _definition_of(function: Callable[..., Any]) -> ast.stmt | None:
-    """The syntax tree of a function inside its decorators; None without source."""
-    return _parsed(inspect.unwrap(getattr(function, "__func__", function)))  # of no object, which would be kept
-
-
 @cache
-def _parsed(function: Callable[..., Any]) -> ast.stmt | None:
+def _definition_of(function: Callable[..., Any]) -> ast.stmt | None:
+    """The syntax tree of a function; None without source."""
     try:
         return ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
     except (OSError, TypeError, SyntaxError):
         return None
 
 
-def _parents(tree: ast.AST) -> dict[ast.AST, ast.AST]:
-    return {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
-
-
 def argument_of_calls(module: nn.Module, children: set[str]) -> str | None:
     """The argument that the forward of a module of transformers passes to each of ``children``, and of which it reads
     only the shape otherwise; None if there is none."""
     forward = type(module).forward
-    tree = _definition_of(forward) if is_own(module) else None
-    parents = {} if tree is None else _parents(tree)
+    tree = _definition_of(inspect.unwrap(forward)) if is_own(module) else None
+    nodes = [] if tree is None else ast.walk(tree)
+    parents = {child: node for node in nodes for child in ast.iter_child_nodes(node)}
     calls = [node for node in parents if isinstance(node, ast.Call) and _own_call(node) in children]
     names = {getattr(call.args[0], "id", "") if len(call.args) == 1 else "" for call in calls}
     if {_own_call(call) for call in calls} != children or len(names) != 1:

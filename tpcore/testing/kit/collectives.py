@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...comm.comm import Comm
+from ...comm.order import InOrder, tree
 from ...comm.transport import PRIMITIVES as PRIMITIVES_BY_NAME
 from ...comm.transport import TABLE, Primitive
 from .rank import RankCheck, Right, check, differs
@@ -234,3 +235,21 @@ def large(t: RankCheck, primitive: str, sizes: Sequence[int]) -> None:
     """A failure is in how this primitive splits large data, or sends before it receives."""
     for n in [n + -n % t.size for n in sizes if t.size == 2 or n < LARGE[-1]]:
         made(t, primitive, [wide((n,), p, torch.float32, t.size) for p in range(t.size)], f"{n} elements", count=1)
+
+
+@check
+def in_order(t: RankCheck, dtype: torch.dtype, sizes: Sequence[int]) -> None:
+    """A failure is in ``all_to_all`` or ``all_gather``, by which ``reproducible`` sums are one tree at every size; in a
+    group of two in how its own sum rounds."""
+    n = t.size
+    if n & (n - 1) or not dtype.is_floating_point:
+        return
+    transport = t.comm.transport if n == 2 else InOrder(t.comm.transport)
+    for size in (*range(1, 18), *sizes) if t.comm.eager else (17,):
+        if n * size > LARGE[-1]:
+            continue
+        every = [torch.randn(n * size, generator=torch.Generator().manual_seed(p)).to(dtype) for p in range(n)]
+        mine, want = every[t.me].to(t.ctx.device), tree(every)
+        what = f"in one tree, {dtype}, {n * size} numbers"
+        t.same(f"all_reduce {what}", transport.all_reduce(mine, "sum", False), want)
+        t.same(f"reduce_scatter {what}", transport.reduce_scatter(mine, 0), want.chunk(n)[t.me])

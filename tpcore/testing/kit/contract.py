@@ -136,6 +136,7 @@ class Contract:
     test_under_way_in_groups = _test(drawn.under_way, "grid seed one_in most loses")
     test_overlap = _test(bodies.overlapped, "line")
     test_large = _test(bodies.large, "line primitive large")
+    test_in_order = _test(bodies.in_order, "line dtype large")
     test_many = _test(bodies.many, "first method calls")
     test_groups = _test(bodies.groups, "grid primitive")
     test_freed = _test(memory.freed, "first")

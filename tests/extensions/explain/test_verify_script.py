@@ -69,6 +69,16 @@ def test_right_trainings_are_equal(name: str, axes: dict[str, int]) -> None:
     assert found.compared > 200
 
 
+@pytest.mark.drill
+@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize(("name", "axes"), [RIGHT[0], RIGHT[3], RIGHT[5], RIGHT[7]])
+def test_rounding_to_bfloat16_is_no_difference(name: str, axes: dict[str, int], seed: int) -> None:
+    own = {"right": True, "dtype": torch.bfloat16, "seed": seed}
+    (alone,), (noisy,) = traces(name, {}, **own), traces(name, {}, True, **own)
+    found = first_difference(alone, traces(name, axes, **own), noisy).first
+    assert found is None, found
+
+
 def test_sums_in_another_order_are_named_where_bits_are_asked_for() -> None:
     (alone,), ranks = traces("", {}), traces("", {"tp": 2}, right=True)
     found = first_difference(alone, ranks, bits=True).first

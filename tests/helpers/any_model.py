@@ -20,14 +20,15 @@ from torch import Tensor, nn
 from transformers.models.auto import modeling_auto as auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from helpers.families import PAGE_FILE, Verdict, Whole, config_of, made, on_the_page
+from helpers.families import PAGE_FILE, Verdict, Whole, config_of, made, on_the_page, step
 from tpcore_hf.plan.decisions import is_linear
 from tpcore_hf.plan.found import COMPARED, found
 from tpcore_hf.plan.model import own_rules, vocabulary
-from tpcore_hf.plan.rules import rule_of
+from tpcore_hf.plan.rules import REPLICATE, rule_of
 
 HEADS = ("IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "SPEECH_SEQ_2_SEQ", "SEQ_TO_SEQ_CAUSAL_LM", "CAUSAL_LM")
 IMAGE, AUDIO = 98, 97
+NEARLY = 0.75  # a tower is more than the rest, of the linear layers that get a gradient
 
 
 def types_with_heads() -> dict[str, str]:
@@ -41,6 +42,15 @@ def types_with_heads() -> dict[str, str]:
 
 def class_for(model_type: str) -> type[nn.Module]:
     return getattr(transformers, types_with_heads()[model_type])
+
+
+def tiny(model_type: str) -> Any:
+    """Its configuration. A tower has no head of its own, which no multimodal model reads."""
+    config = config_of(model_type, getattr(class_for(model_type), "config_class", None) or CONFIG_MAPPING[model_type])
+    for part in (getattr(config, name) for name in getattr(config, "sub_configs", ())):
+        if getattr(part, "model_type", "").startswith("siglip"):
+            part.vision_use_head = False
+    return config
 
 
 def _noise(*shape: int) -> Tensor:
@@ -61,8 +71,8 @@ def images(config: Any) -> list[dict[str, Tensor]]:
     flat, area, row = grid * grid, channels * patch * patch, torch.tensor([[grid, grid]] * 2)
     thw = torch.tensor([[1, grid, grid]] * 2)
     rows = {"pixel_values": _noise(2 * flat, area * frames)}
-    plain = {"pixel_values": _noise(2, channels, size, size)}
-    tiled = {"pixel_values": _noise(2, 1, channels, size, size)}
+    plain = {"pixel_values": _noise(2, channels, size, size), "high_res_pixel_values": _noise(2, channels, size, size)}
+    tiled = {"pixel_values": _noise(2, 1, channels, size, size), "pixel_attention_mask": torch.ones(2, 1) > 0}
     sizes = {"image_sizes": torch.tensor([[size, size]] * 2)}
     padded = {"pixel_attention_mask": torch.ones(2, flat, dtype=torch.long), "spatial_shapes": row}
     position = torch.stack(torch.meshgrid(torch.arange(grid), torch.arange(grid), indexing="xy"), -1).reshape(
@@ -79,23 +89,28 @@ def images(config: Any) -> list[dict[str, Tensor]]:
         {**plain, **sizes},
         {**tiled, **sizes},
         {"pixel_values": _noise(2, 2, channels, size, size), **sizes},
-        {"flattened_patches": _noise(2, flat, area + 2)},
+        {"flattened_patches": torch.cat([row.new_ones(2, flat, 2), _noise(2, flat, area)], -1)},
+        {"pixel_values": _noise(2, 1, _first(config, "max_num_tiles", 1), channels, size, size)},
         {"pixel_values": _noise(2 * flat, frames, size, size, channels)},
         plain,
         tiled,
     ]
 
 
-def sounds(config: Any) -> list[dict[str, Tensor]]:
+def sounds(config: Any, model: nn.Module) -> list[dict[str, Tensor]]:
+    """Sounds of two rows, as their spectra and as waves, in each of the forms that towers read."""
     mel = _first(config, "num_mel_bins input_feat_per_channel feature_size mel_bins input_dim input_size", 8)
-    longest = 2 * _first(config, "max_source_positions", 32)
-    out = []
-    for length in (longest, 64, 3000):
-        features = _noise(2, mel, length)
-        ones = torch.ones(2, length, dtype=torch.long)
-        masks = {"feature_attention_mask": ones, "input_features_mask": ones}
+    towers = (m for name, m in model.named_modules() if re.search("audio|speech|encoder", name))
+    ends = (getattr(m, "in_features", getattr(m, "in_channels", None)) for m in towers)
+    mels = dict.fromkeys((mel, next((end for end in ends if end is not None and end > 1), mel)))
+    longest, out = 2 * _first(config, "max_source_positions", 32), []
+    for length, mel in ((length, mel) for length in dict.fromkeys((longest, 64, 200, 3000)) for mel in mels):
+        features, ones = _noise(2, mel, length), torch.ones(2, length, dtype=torch.long)
+        masks = {"feature_attention_mask": ones, "input_features_mask": ones, "padding_mask": ones}
         out += [{"input_features": features, **masks}, {"input_features": features.mT.contiguous(), **masks}]
-    return [*out, {"input_values": _noise(2, 1600), "padding_mask": torch.ones(2, 1600, dtype=torch.long)}]
+    for shape in ((2, 1600), (2, 1, 1600), (2, 3840)):
+        out.append({"input_values": _noise(*shape), "padding_mask": torch.ones(2, shape[-1], dtype=torch.long)})
+    return out
 
 
 def _rows(output: Any, config: Any) -> int:
@@ -117,84 +132,132 @@ def _taken(function: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if name in names}
 
 
+HEARD = {"pixel_values", "input_features", "input_values", "flattened_patches"}
+Heard = tuple[str, dict[str, Tensor], int]
+
+
 def batches_for(model: Any) -> Iterator[dict[str, Tensor]]:
-    """Tokens, and an image or a sound for each row, with as many places as its tower gives embeddings."""
-    config, takes = model.config, inspect.signature(model.forward).parameters
+    """Tokens, and an image and a sound for each row, with as many places as its tower gives embeddings."""
+    config = model.config
     vision = getattr(config, "vision_config", None) or config
     audio = getattr(config, "audio_config", None) or getattr(config, "encoder_config", None) or config
-    towers = [("image", form) for form in images(vision)] + [("audio", form) for form in sounds(audio)]
-    for what, form in towers:
-        heard = _taken(model.forward, form)
-        if not {"pixel_values", "input_features", "input_values"} & heard.keys():
-            continue
-        count = _places(model, what, heard)
-        if count is not None:
-            yield _batch(model, heard, count, _token(config, what, IMAGE if what == "image" else AUDIO))
-    if "input_ids" in takes:
-        yield _batch(model, {}, 0, IMAGE)
+    seen = [heard for form in images(vision) if (heard := _heard(model, "image", form))]
+    spoken = [heard for form in sounds(audio, model) if (heard := _heard(model, "audio", form))]
+    both = [[seen[0], heard] for heard in spoken[:2]] if seen else []
+    for towers in (*both, *([heard] for heard in (*seen, *spoken)), []):
+        if towers or "input_ids" in inspect.signature(model.forward).parameters:
+            yield from _batches(model, towers)
 
 
-def _places(model: Any, kind: str, heard: dict[str, Tensor]) -> int | None:
-    """How many embeddings a tower gives; None where it reads another form, 0 where there is no tower."""
+def _heard(model: Any, kind: str, form: dict[str, Tensor]) -> Heard | None:
+    """What ``model`` takes of ``form``, and how many embeddings a tower gives of it, 0 where there is no tower."""
+    heard = _taken(model.forward, form)
+    if not HEARD & heard.keys():
+        return None
     inner = model.model if not hasattr(model, f"get_{kind}_features") and hasattr(model, "model") else model
     function = getattr(inner, f"get_{kind}_features", None)
-    try:
-        with torch.no_grad():
-            return 0 if function is None else _rows(function(**heard), model.config)
-    except Exception as e:  # noqa: BLE001  another form
-        ERRORS.append(f"{kind} { ({k: tuple(v.shape) for k, v in heard.items()}) } {type(e).__name__}: {e}"[:200])
-        return None
+    if function is None:
+        return kind, heard, 0
+    for length in (8, 32) if "input_ids" in inspect.signature(function).parameters else (8,):
+        ids = torch.full((2, length), _token(model.config, kind, IMAGE if kind == "image" else AUDIO))
+        more = _taken(function, {"input_ids": ids, "qformer_input_ids": ids[:, -4:]})
+        try:
+            with torch.no_grad():
+                return kind, heard, _rows(function(**heard, **more), model.config)
+        except Exception as e:  # noqa: BLE001  another form
+            ERRORS.append(f"{kind} { ({k: tuple(v.shape) for k, v in heard.items()}) } {type(e).__name__}: {e}"[:200])
+    return None
 
 
 ERRORS: list[str] = []
 
 
-def _batch(model: Any, heard: dict[str, Tensor], count: int, token: int) -> dict[str, Tensor]:
-    ids = torch.randint(3, 90, (2, 6 + count // 2), generator=torch.Generator().manual_seed(1))
-    ids[:, 1 : 1 + count // 2] = token
-    batch: dict[str, Tensor] = {"input_ids": ids, **heard, "attention_mask": torch.ones_like(ids)}
-    if heard and "input_ids" not in inspect.signature(model.forward).parameters:
+def _batches(model: Any, towers: list[Heard]) -> Iterator[dict[str, Tensor]]:
+    """With tokens as many as models of blocks and windows take, with a mask and without one."""
+    count = sum(count for _, _, count in towers) // 2
+    if towers and not count and "input_features" in towers[0][1]:  # of a tower that cannot be asked
+        places = max(towers[0][1]["input_features"].shape[1:]) // 2
+        yield _batch(model, [(kind, heard, places) for kind, heard, _ in towers], 6 + places // 2, True)
+    for length in (6, 8, 64) if not towers else (6, 0) if count else (6,):
+        batch = _batch(model, towers, length + count, bool(length))
+        yield batch
+        if not towers and "attention_mask" in batch:
+            yield {name: value for name, value in batch.items() if name != "attention_mask"}
+
+
+def _batch(model: Any, towers: list[Heard], length: int, placed: bool) -> dict[str, Tensor]:
+    ids = torch.randint(3, 90, (2, length), generator=torch.Generator().manual_seed(1))
+    batch, at = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, 1
+    for kind, heard, count in towers:
+        token = _token(model.config, kind, IMAGE if kind == "image" else AUDIO)
+        ids[:, at : at + count // 2 * placed] = token
+        batch, at = batch | heard, at + count // 2 * placed
+    places = torch.zeros_like(ids)
+    places[:, 1:at] = 1
+    if towers and "input_ids" not in inspect.signature(model.forward).parameters:
         batch.pop("attention_mask")
-    batch["mm_token_type_ids"] = batch["token_type_ids"] = (ids == token).long()
-    batch["labels"] = ids.masked_fill(ids == token, -100)
+    batch["mm_token_type_ids"] = batch["token_type_ids"] = batch["image_embeds_position_mask"] = places
+    batch["labels"] = ids.masked_fill(places == 1, -100)
     batch |= {"qformer_input_ids": ids[:, -4:].clone(), "aspect_ratio_ids": torch.ones(2, 1, dtype=torch.long)}
     batch["aspect_ratio_mask"] = torch.ones(2, 1, 1, dtype=torch.long)
-    batch["cross_attention_mask"] = torch.ones(2, ids.shape[1], 1, 1, dtype=torch.long)
-    batch["bbox"] = torch.ones(2, ids.shape[1], 4, dtype=torch.float64) / 4
+    batch["cross_attention_mask"] = torch.ones(2, length, 1, 1, dtype=torch.long)
+    batch["image_attention_mask"] = torch.ones(2, length, 1, dtype=torch.long)
+    if hasattr(model.config, "cross_attention_hidden_size"):
+        batch["encoder_hidden_states"] = _noise(2, 5, model.config.cross_attention_hidden_size or 32)
+    batch |= {"protein_input_ids": ids, "protein_attention_mask": torch.ones_like(ids)}
+    batch["bbox"] = torch.ones(2, length, 4, dtype=torch.float64) / 4
     taken = _taken(model.forward, batch)
     if "decoder_input_ids" in inspect.signature(model.forward).parameters:
         taken["decoder_input_ids"] = ids[:, -5:].contiguous()
-        if "labels" in taken and not count:
+        if "labels" in taken and at == 1:
             taken["labels"] = ids[:, -5:].contiguous()
     return taken
 
 
 def batch_for(model: Any) -> dict[str, Tensor]:
-    """The first batch that the model computes with."""
+    """The first batch with which nearly all of what is sharded computes, or most."""
     ERRORS.clear()
+    best, most, names = None, -1, sharded_in(model)
     for batch in batches_for(model):
         try:
-            with torch.no_grad():
-                model(**batch)
-            return batch
+            reached = _reached(model, batch, names)
         except Exception as e:  # noqa: BLE001  another form
             ERRORS.append(f"step { ({k: tuple(v.shape) for k, v in batch.items()}) } {type(e).__name__}: {e}"[:400])
-    raise ValueError(f"no form of input suits {type(model).__name__}: {ERRORS}")
+            continue
+        best, most = (batch, reached) if reached > most else (best, most)
+        if reached >= NEARLY * len(names):
+            break
+    if best is None:
+        raise ValueError(f"no form of input suits {type(model).__name__}: {ERRORS}")
+    return best
 
 
-def found_in(model: Any) -> list[str]:
-    """The linear layers whose rules are found."""
-    rules = found(model, own_rules(model), vocabulary(model))
-    linears = (name for name, module in model.named_modules() if is_linear(module))
-    return [name for name in linears if rule_of(name, rules) is not None]
+def _reached(model: Any, batch: dict[str, Tensor], names: list[str]) -> int:
+    """How many of the layers ``names`` get a gradient. ValueError where one is not finite."""
+    loss, _ = step(model, batch)
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    if not all(value.isfinite().all() for value in (loss, *gradients.values())):
+        raise ValueError("values that are not finite")
+    return sum(f"{name}.weight" in gradients for name in names)
+
+
+def sharded_in(model: Any) -> list[str]:
+    """The linear layers of the family's rules and of those that are found."""
+    own = own_rules(model)
+    rules = found(model, own, vocabulary(model)) | own
+    weights = dict(model.named_parameters()).keys()  # of those that are tied the first alone
+    linears = [name for name, m in model.named_modules() if is_linear(m) and f"{name}.weight" in weights]
+    return [name for name in linears if rule_of(name, rules) not in (None, REPLICATE)]
 
 
 def verdict_of(model_type: str, degree: int = 2, **options: Any) -> Verdict:
-    """What comes of a type. Raises if it differs from the whole, or most of what is found computes with no batch."""
-    kind, config = class_for(model_type), config_of(model_type, CONFIG_MAPPING[model_type])
+    """What comes of a type. Raises if it differs from the whole, or a tower computes with no batch."""
+    kind, config = class_for(model_type), tiny(model_type)
     whole = Whole.of(kind, config, batch_for(made(kind, config)))
-    idle = [name for name in found_in(whole.model) if whole.gradients[f"{name}.weight"] is None]
-    if 2 * len(idle) > len(found_in(whole.model)):
+    names = sharded_in(whole.model)
+    idle = [name for name in names if whole.gradients[f"{name}.weight"] is None]
+    if len(names) - len(idle) < NEARLY * len(names):
         raise AssertionError(f"a batch of {', '.join(whole.batch)} says nothing of {', '.join(idle)}")
     outcome = whole.compared(degree, **options)
     if isinstance(outcome, str):

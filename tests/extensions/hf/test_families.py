@@ -77,12 +77,13 @@ def test_a_multimodal_model_equals_the_whole(name: str) -> None:
     assert composed(name).share < 0.8
 
 
-# gathered around norms of all features, hybrids of attention, convolutions and states, work between blocks, sounds
-SAMPLE = ("bitnet", "lfm2", "falcon_h1", "qwen3_vl", "glmasr", "idefics2", "xlnet", "cpmant")
+# gathered around norms of all features, hybrids of attention, convolutions and states, work between blocks, sounds,
+# states alone, and attention that reads the width of all heads elsewhere
+SAMPLE = ("bitnet", "lfm2", "falcon_h1", "qwen3_vl", "glmasr", "idefics2", "xlnet", "cpmant", "mamba2", "trocr")
 
 
 @newest
-@pytest.mark.parametrize("model_type", tiers(["bitnet", "lfm2"], slow=SAMPLE))
+@pytest.mark.parametrize("model_type", tiers(["bitnet", "lfm2", "mamba2"], slow=SAMPLE))
 def test_rules_that_are_found_equal_the_whole(model_type: str) -> None:
     found = verdict_of(model_type)
     assert found.works, found.text

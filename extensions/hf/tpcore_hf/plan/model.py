@@ -16,10 +16,8 @@ from .rules import Rule, rule_of, wildcard
 
 _ONE = "it is several models in one, which were not compared with the whole after a cut"
 _ALONE = "a cut one was not compared with the whole"
-_NO_ATTENTION = "its layers carry a state along the sequence, and have no attention to shard"
 
 REFUSED = {
-    **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"), _NO_ATTENTION),
     **dict.fromkeys(("llama4", "muse_glimmer", "muse_spark", "phi4_multimodal"), _ONE),
     "dbrx": "all its experts are the rows of one matrix",
     "jetmoe": "its attention has experts of its own, which give each token other queries",

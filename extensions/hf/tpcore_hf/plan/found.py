@@ -16,16 +16,17 @@ from .rules import Rule, rule_of, wildcard
 
 Linears = Mapping[str, nn.Module]
 _COMPARED = """
-aria audioflamingo3 aya_vision bamba big_bird bitnet blip blip-2 canary cohere2_vision cohere_asr cohere_compass
-cosmos3_edge cosmos3_omni cpmant ctrl deepseek_vl deepseek_vl_hybrid diffllama ernie4_5_vl_moe exaone4_5 falcon_h1
-falcon_mamba fun_asr_nano fuyu gemma3 gemma4 gemma4_unified git glm46v glm4v glm4v_moe glm5_next glm_ocr glmasr glmga
-got_ocr2 gpt-sw3 hunyuan_vl hy_v4_vl hyperclovax_vision_v2 idefics2 idefics3 instructblip internvl
-kimi_k25 kosmos-2.5 lfm2 lfm2_vl lfm3 lfm3_vl lighton_ocr llava llava_next llava_next_video llava_onevision mamba
-mamba2 minicpm_ocr minicpmv4_6 minicpmv4_7 minimax_m3_vl mistral3 mistral_large4 moonshine moshi
-moss_transcribe_diarize musicflamingo omniasr ovis2 paddleocr_vl paligemma pegasus_x pop2piano pp_chart2table
-prophetnet qianfan_ocr qwen2_5_vl qwen2_audio qwen2_vl qwen3_5 qwen3_5_moe qwen3_asr qwen3_vl qwen3_vl_moe qwen4_exp
-rwkv shieldgemma2 smolvlm speech-encoder-decoder step3p7 t5gemma trocr udop video_llama_3 video_llava vipllava
-vision-encoder-decoder voxtral voxtral_realtime xlnet xlstm
+aria audioflamingo3 aya_vision bamba big_bird bitnet blip blip-2 blt canary chameleon cohere2_vision cohere_asr
+cohere_compass cosmos3_edge cosmos3_omni cpmant ctrl deepseek_vl deepseek_vl_hybrid diffllama encoder-decoder
+ernie4_5_vl_moe exaone4_5 falcon_h1 falcon_mamba florence2 fun_asr_nano fuyu gemma3 gemma4 gemma4_unified git glm46v
+glm4v glm4v_moe glm5_next glm_ocr glmasr glmga got_ocr2 gpt-sw3 granite_speech granite_speech_plus hunyuan_vl hy_v4_vl
+hyperclovax_vision_v2 idefics2 idefics3 instructblip internvl janus kimi_k25 kosmos-2 kosmos-2.5 lfm2 lfm2_vl lfm3
+lfm3_vl lighton_ocr llava llava_next llava_next_video llava_onevision mamba mamba2 minicpm_ocr minicpmv4_6 minicpmv4_7
+minimax_m3_vl mistral3 mistral_large4 moonshine moshi moss_transcribe_diarize musicflamingo omniasr ovis2 paddleocr_vl
+paligemma pegasus_x pop2piano pp_chart2table prophetnet qianfan_ocr qwen2_5_omni_thinker qwen2_5_vl qwen2_audio
+qwen2_vl qwen3_5 qwen3_5_moe qwen3_asr qwen3_vl qwen3_vl_moe qwen4_exp recurrent_gemma rwkv shieldgemma2 smolvlm
+speech-encoder-decoder step3p7 t5gemma trocr udop video_llama_3 video_llava vipllava vision-encoder-decoder voxtral
+voxtral_realtime xlnet xlstm
 """
 COMPARED = frozenset(_COMPARED.split())
 """Each ``model_type`` for which this was compared with the whole, by a batch that most of these layers compute with."""
@@ -33,7 +34,8 @@ _WHOLE = {
     # a kernel on GPUs takes its weight, and no forward calls it there
     **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h"), (".out_proj",)),
     **dict.fromkeys(("falcon_mamba", "mamba"), (".x_proj", ".dt_proj", ".out_proj")),
-    "blip-2": (".self_attn.qkv",),  # of which its attention takes the width of all heads
+    # of which the attention takes the width of all heads
+    **dict.fromkeys(("blip-2", "instructblip"), (".self_attn.qkv",)),
     # initial values by the place in the weight
     **dict.fromkeys(("minicpm_ocr", "minicpmv4_6", "minicpmv4_7"), (".vit_merger.linear_1", ".vit_merger.linear_2")),
 }

@@ -98,9 +98,10 @@ def _vocabulary(model: Any, rules: dict[str, Rule]) -> dict[str, Rule]:
         if module is not None and rule_of(names[id(module)], rules) is None:
             rules[names[id(module)]] = style
     tables = [module for name, module in model.named_modules() if rule_of(name, rules) == plan.EMBEDDING_ROW]
-    tied = {id(p) for module in tables for p in module.parameters(recurse=False)}
+    head = vocabulary(model)[1]  # of a decoder whose table is not the one that the encoder's tokens ask
+    tied = {id(p) for module in (*tables, *(() if head is None else (head,))) for p in module.parameters(recurse=False)}
     for name, module in model.named_modules():
         shares = any(id(p) in tied for p in module.parameters(recurse=False))
-        if shares and rule_of(name, rules) is None:
+        if shares and (isinstance(module, nn.Embedding) or is_linear(module)) and rule_of(name, rules) is None:
             rules[name] = plan.EMBEDDING_ROW if isinstance(module, nn.Embedding) else plan.COLUMN_GATHERED
     return rules

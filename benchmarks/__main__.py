@@ -23,9 +23,10 @@ TINY = {
     "pipeline": "--pp 2 --microbatches 2 6 --rounds 1",
     "reproducible": "speed --size tiny --rounds 1",
     "context": "--tokens 256 --cp 1 2 --steps 1",
+    "context --states --fits 1024": "--tokens 128 256 --cp 1 2 4",
 }
 """Options of each, of a size at which times say nothing."""
-FULL = {"reproducible": "speed"}
+FULL = {"reproducible": "speed", "context --states --fits 1024": "--tokens 512 1024 2048"}
 """Those that say what is measured."""
 
 if __name__ == "__main__":
@@ -33,5 +34,6 @@ if __name__ == "__main__":
     parser.add_argument("--tiny", action="store_true", help="sizes of a test: that it runs, not how fast")
     tiny = parser.parse_args().tiny
     for name, options in TINY.items():
-        command = [sys.executable, "-m", f"benchmarks.{name}", *shlex.split(options if tiny else FULL.get(name, ""))]
+        more = options if tiny else FULL.get(name, "")
+        command = [sys.executable, "-m", *shlex.split(f"benchmarks.{name} {more}")]
         subprocess.run(command, check=True)

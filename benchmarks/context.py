@@ -5,7 +5,8 @@ each way of ``ContextParallelAttention`` at each degree. Every job has processes
 memory is its own: how far a rank's resident memory grows above what its inputs take, the largest of the ranks. Time is
 the slower rank's, the median of the steps. What is sent
 is what tpcore's formulas say, which its tests compare with recorded steps. All jobs of a length must find the same
-output and gradients.
+output and gradients. ``--fits MIB`` is a training step of a model, with ``--states`` one of Gated DeltaNet, whose ranks
+hand on a state.
 
 ``torch.distributed.tensor.experimental.context_parallel`` is no contestant: on CPU it has no attention (torch 2.13:
 "Operator aten._scaled_dot_product_flash_attention_for_cpu.default does not have a sharding strategy registered"; by
@@ -84,7 +85,7 @@ def job(rank: int, options: Namespace) -> None:
 
 def model_job(rank: int, options: Namespace) -> None:
     """A training step of a whole model, whose activations are most of its memory."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
     tpcore.init(backend="cpu_gloo", cp=options.degree)
     torch.manual_seed(0)
@@ -95,17 +96,29 @@ def model_job(rank: int, options: Namespace) -> None:
         "vocab_size": 1024,
     }
     heads: dict[str, Any] = {"num_attention_heads": HEADS, "num_key_value_heads": KEYS}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, max_position_embeddings=options.length))
+    heads["max_position_embeddings"] = options.length
+    if options.states:
+        heads |= {f"linear_num_{kind}_heads": HEADS for kind in ("key", "value")}
+        heads |= {f"linear_{kind}_head_dim": HEAD_DIM for kind in ("key", "value")}
+        layers = ["linear_attention"] * sizes["num_hidden_layers"]
+        config = Qwen3_5TextConfig(**sizes, **heads, head_dim=HEAD_DIM, layer_types=layers)
+        model: torch.nn.Module = Qwen3_5ForCausalLM(config)
+    else:
+        model = LlamaForCausalLM(LlamaConfig(**sizes, **heads))
     if options.way != PLAIN:
         model = tpcore.parallelize(model, context_parallel=options.way)
     ids = torch.randint(1024, (1, options.length), generator=torch.Generator().manual_seed(1))
     before = resident()
-    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-    loss.backward()
-    largest = torch.tensor([grown(before), loss.item()], dtype=torch.float64)
+    for _ in range(2):  # the second is timed
+        model.zero_grad()
+        began = time.perf_counter()
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+    largest = torch.tensor([grown(before), loss.item(), time.perf_counter() - began], dtype=torch.float64)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     if rank == 0:
-        Path(options.result).write_text(json.dumps({"peak": float(largest[0]), "loss": float(largest[1])}))
+        names = "peak", "loss", "seconds"
+        Path(options.result).write_text(json.dumps(dict(zip(names, largest.tolist(), strict=True))))
     tpcore.shutdown()
 
 
@@ -136,7 +149,9 @@ def draw(peaks: Peaks, limit: float, path: Path) -> None:
 
 def fits(options: Namespace, limit: float) -> None:
     """Peaks of ``model_job`` by length, and the length at which a line between two of them passes ``limit`` MiB."""
-    columns = [(PLAIN, 1), *((way, cp) for way in WAYS for cp in options.cp if cp > 1)]
+    ways = ("gather",) if options.states else WAYS  # without attention they are alike
+    columns = [(PLAIN, 1), *((way, cp) for way in ways for cp in options.cp if cp > 1)]
+    seconds: Peaks = {column: {} for column in columns}
     peaks: Peaks = {column: {} for column in columns}
     losses: dict[int, float] = {}
     for (way, degree), length in itertools.product(columns, sorted(options.tokens)):
@@ -150,13 +165,17 @@ def fits(options: Namespace, limit: float) -> None:
         if abs(figures["loss"] - losses.setdefault(length, figures["loss"])) > TOLERANCE:
             raise ValueError(f"{way}, cp {degree}: a loss of {figures['loss']}, not {losses[length]}")
         peaks[way, degree][length] = figures["peak"] / 2**20
+        seconds[way, degree][length] = figures["seconds"]
     lines = ["| | cp | " + " | ".join(f"{n:,} tokens" for n in sorted(options.tokens)) + f" | {limit:g} MiB fit |"]
     lines += ["|---|" + "---:|" * (len(options.tokens) + 2)]
     for (way, degree), by_length in peaks.items():
         longest = f"{np.interp(limit, list(by_length.values()), list(by_length)):,.0f}"
         if max(by_length.values()) < limit:
             longest = f"more than {max(by_length):,}"
-        shown = [f"{by_length[n]:,.0f} MiB" if n in by_length else "-" for n in sorted(options.tokens)]
+        spent = seconds[way, degree]
+        shown = [
+            f"{by_length[n]:,.0f} MiB, {spent[n]:.2f} s" if n in by_length else "-" for n in sorted(options.tokens)
+        ]
         lines.append(f"| {way} | {degree} | {' | '.join(shown)} | {longest} tokens |")
     sys.stdout.write("\n".join(lines) + "\n\nall losses of a length are the same\n\n")
     if options.plot is not None:
@@ -209,15 +228,18 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="timed in one job, after one that is not")
     parser.add_argument("--memory", type=float, help="GiB of a rank: print what fits, and measure nothing")
     parser.add_argument("--fits", type=float, help="MiB of a rank: peaks of a model's training step instead")
+    parser.add_argument("--states", action="store_true", help="with --fits: a model of Gated DeltaNet alone")
     parser.add_argument("--plot", type=Path, help="a .svg or .png of what --fits finds; needs matplotlib")
     options = parser.parse_args()
+    if options.states and not options.fits:
+        parser.error("--states is of the model whose peaks --fits finds: give --fits MIB too")
     if options.plot is not None and not options.fits:
         parser.error("--plot draws what --fits finds: give --fits MIB too")
     if options.memory:
         return longest(options.memory, options.cp)
     if options.fits:
-        return fits(options, options.fits)
-    for length in options.tokens:
+        fits(options, options.fits)
+    for length in () if options.fits else options.tokens:
         measure(options, length)
     sys.stdout.write(f"{conditions(max(options.cp))}\n")
 

@@ -64,6 +64,9 @@ LONG: dict[str, list[str]] = {
         *("| DDP, ZeroRedundancyOptimizer |", "| FSDP2, AdamW |", "| tpcore, Zero1 |"),
         "in the end all 5 hold equal weights",
     ],
+    f"{(states := 'context --states --fits 1024')} {TINY[states]}": [
+        *("| one process | 1 | ", "| gather | 2 | ", "| gather | 4 | ", "all losses of a length are the same")
+    ],
     f"muon {TINY['muon']}": [*("| tpcore, blocks |", "| tpcore, Zero1 |", "hold equal weights")],
     # quantized layers themselves: tests/extensions/hf/test_quantized.py
     f"decoding {TINY['decoding']}": ["int8 over bfloat16, tp=2: ", "MiB of parameters on a rank"],

@@ -133,6 +133,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "chameleon": {"vocabulary_map": {"<image>": 98, "IMGIMGBSZ": 97}},
     **_named("qwen2_5_vl_vision exaone4_5_vision qwen2_5_omni_vision_encoder", {"window_size": 32}),
     **_named("llava_next llava_next_video llava_onevision", {"image_grid_pinpoints": [[32, 32]]}),
+    "video_llava": {"vision_feature_layer": -1},
     "vipllava": {"vision_feature_layers": [-1, -2]},
     **_named("gemma3 shieldgemma2", {"mm_tokens_per_image": 4}),
     **_named(

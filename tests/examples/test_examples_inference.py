@@ -75,6 +75,7 @@ class TestSentences:
         assert (tmp_path / "traced/tp_rank_1/model.safetensors").exists()
 
 
+@pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """What bert_pretrain.py leaves behind, without the training."""
     folder = tmp_path_factory.mktemp("run")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -83,3 +84,15 @@ def assert_same_parameters(
     for name, p in net.named_parameters():
         shard = specs[name].shard(want[name], r, n)
         torch.testing.assert_close(of(p), shard, rtol=rtol, atol=atol, msg=lambda m, k=name: f"{k}: {m}")
+
+
+def widen_muon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's Muon orthogonalizes in bfloat16 alone, by ``bfloat16`` or, from torch 2.15 on, ``to``: here in that of
+    the gradient, in which sums in another order show no more than rounding."""
+    to = Tensor.to
+
+    def unless_narrow(t: Tensor, *args: Any, **options: Any) -> Tensor:
+        return t.clone() if options.get("dtype") is torch.bfloat16 else to(t, *args, **options)
+
+    monkeypatch.setattr(Tensor, "bfloat16", Tensor.clone)
+    monkeypatch.setattr(Tensor, "to", unless_narrow)

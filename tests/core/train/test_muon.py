@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import pipelines
-from helpers.nets import cut_net, ids_of, loss_of, plain_net
+from helpers.nets import cut_net, ids_of, loss_of, plain_net, widen_muon
 from helpers.worlds import each_rank
 from test_pipeline_steps import staged, trained
 from test_zero import assert_equals, cut, mine, train
@@ -32,9 +32,7 @@ STEPS = 20
 
 @pytest.fixture
 def wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's Muon orthogonalizes in bfloat16 alone: here in the gradient's dtype, in which sums in another order show
-    no more than rounding."""
-    monkeypatch.setattr(Tensor, "bfloat16", Tensor.clone)
+    widen_muon(monkeypatch)
 
 
 class Both:

@@ -13,6 +13,7 @@ import torch
 import transformers
 from accelerate.state import AcceleratorState, GradientState
 from helpers import hf, trainers
+from helpers.nets import widen_muon
 from helpers.rank_pool import RankPool
 from helpers.tiers import tiers
 from torch import Tensor, nn
@@ -94,7 +95,7 @@ def trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 @pytest.mark.parametrize(("name", "mesh", "zero1"), tiers(QUICK, slow=SLOW))
 def test_twenty_clipped_steps(name: str, mesh: str, zero1: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Tensor, "bfloat16", Tensor.clone)  # in which torch's Muon orthogonalizes, else
+    widen_muon(monkeypatch)
     axes, cuts = MESHES[mesh]
     ranks = axes.get("dp", 1) * axes.get("ep", 1)
     whole = hf.double(MODELS[name])

@@ -266,8 +266,11 @@ def test_an_execution_of_another_program(tmp_path: Path) -> None:
     assert sharded == pytest.approx(
         sum(_count(few, r) * 3 * h.nbytes * 15 / 16 for (r, _), h in nbytes.items()), rel=0.01
     )
-    held = memory(few, Choice(dp=16, zero1=True, execution=Execution(sharded=True)))
-    assert held["parameters"] < memory(few, Choice(dp=16, zero1=True))["parameters"]
+    end = parts(Choice(dp=2), replace(link, per_host=1))
+    assert end["gradients over data ranks"] == pytest.approx(held(few, Choice(dp=2)).gradient, rel=0.01)
+    assert end["optimizer"] > 0
+    spread = memory(few, Choice(dp=16, zero1=True, execution=Execution(sharded=True)))
+    assert spread["parameters"] < memory(few, Choice(dp=16, zero1=True))["parameters"]
 
 
 def _count(few: Reduced, region: str) -> int:

@@ -98,7 +98,7 @@ class XlaTransport(Transport):
             return super().permute(x, to)
         stays = self._own_entry([int(i == j) for i, j in enumerate(to)])
         out = torch.where(stays == 1, x, torch.zeros_like(x))
-        for sends, pairs in _rounds(to):
+        for sends, pairs in rounds(to):
             groups = [[ranks[i], ranks[j]] for ranks in self._groups for i, j in pairs]
             both = self._unchained(self._xm.all_gather(_wide(x).unsqueeze(0), dim=0, groups=groups, pin_layout=False))
             firsts, targets = {i for i, _ in pairs}, {j for _, j in sends}
@@ -120,7 +120,7 @@ def _wide(x: Tensor) -> Tensor:
 Pairs = list[tuple[int, int]]
 
 
-def _rounds(to: Sequence[int]) -> Iterator[tuple[Pairs, Pairs]]:
+def rounds(to: Sequence[int]) -> Iterator[tuple[Pairs, Pairs]]:
     """For each round: the sends (from, to), with no position twice; and all positions in pairs, the sends' first."""
     left = [(i, j) for i, j in enumerate(to) if j not in (i, -1)]
     while left:

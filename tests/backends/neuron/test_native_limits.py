@@ -12,6 +12,8 @@ import torch.distributed as dist
 from helpers.rank_pool import RankPool
 from helpers.stand_in import FREE, UNDER, counted, ranks_on_the_stand_in  # noqa: F401  the fixture
 from helpers.tiers import tiers
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 import tpcore
@@ -23,6 +25,7 @@ from tpcore_neuron.settings import LIMITS
 from tpcore_neuron.stand_in.device import install
 from tpcore_neuron.stand_in.group import register
 from tpcore_neuron.stand_in.limits import TABLE, Refusals
+from tpcore_neuron.transport import rounds
 
 pytestmark = pytest.mark.xdist_group("native")
 
@@ -42,6 +45,15 @@ def every_call(ctx: ParallelContext) -> tuple[list[str], dict[str, int]]:
 def test_primitives_are_right_and_none_is_refused(ranks: RankPool, axes: dict[str, int]) -> None:
     mesh = Mesh(axes)
     assert ranks.run(mesh, every_call, **UNDER) == [([], {})] * mesh.size
+
+
+@given(st.integers(1, 4).flatmap(lambda half: st.permutations(range(2 * half))))
+def test_each_send_is_in_one_round_and_each_rank_in_one_pair_of_it(to: list[int]) -> None:
+    made = list(rounds(to))
+    assert sorted(send for sends, _ in made for send in sends) == [(i, j) for i, j in enumerate(to) if i != j]
+    for sends, pairs in made:
+        assert pairs[: len(sends)] == sends
+        assert sorted(itertools.chain(*pairs)) == list(range(len(to)))
 
 
 def ended(comm: Comm, call: str, device: torch.device) -> str:

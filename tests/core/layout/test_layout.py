@@ -174,6 +174,7 @@ def test_a_later_cut_on_the_same_dim_takes_even_chunks_of_what_is_left() -> None
     layout = Layout((10,), (AxisCut(("tp",), strided), AxisCut(("dp",), ShardSpec((10,), 0))))
     parts = [layout.shard(full, r, mesh).tolist() for r in range(4)]
     assert parts == [[1, 2, 3], [4, 5, 0], [6, 7, 8], [9, 10, 0]]
+    assert [(s.start, s.size, s.copies) for s in layout.shares(mesh)] == [((0,), (3,), 1)]
 
 
 def test_a_slot_is_one_stage_of_any_number() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, final
 
@@ -39,6 +40,10 @@ class Comm:
         """Widths of the padded parts that layers on this group make: a loss must know their true size."""
         self.layers = 0
         """How many layers this process has made on the group."""
+        self.entrance = 0
+        """The number of the layer that was called first: what it gets comes from the program, not from other layers."""
+        self.compared: Counter[Hashable] = Counter()
+        """How often the members have compared what they get from their programs, of each kind."""
         self.blocks: int | None = None
         """How many of the parts in which ``in_order`` divides sums a rank adds; 0 where they cannot be divided so."""
         self._sums = sums

@@ -149,7 +149,7 @@ class ParallelEmbedding(ParallelModule):
     def forward(self, ids: Tensor) -> Tensor:
         if self.tp.eager:
             check_ids(ids, self.num_embeddings, "ParallelEmbedding", read=self.tp.reads_are_cheap)
-            self.look_alike("the ids", ids)
+            self.look_alike_first("the ids", ids)
         check_tokens_dim(self, self.sequence_dim, ids.ndim + 1)
         if self.max_norm is not None:
             self._renormalize(ids)

@@ -173,8 +173,11 @@ class ColumnParallelLinear(ParallelLinear):
         check_tokens_dim(self, self.tokens.dim if self.tokens is not None else self.sequence_dim, x.ndim)
         if self.tokens is not None:
             return self.tokens.gathered(x, self.reduce_dtype)
-        if self.observer is not None and self.sequence_dim is None:
-            self.look_alike("the input", x)
+        if self.sequence_dim is None and not torch.compiler.is_compiling():
+            if self.tp.entrance in (0, self._number):
+                self.look_alike_first("the input", x)
+            elif self.observer is not None:
+                self.look_alike("the input", x)
         return x
 
     def outputs(self, y: Tensor) -> Tensor:

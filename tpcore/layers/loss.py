@@ -17,6 +17,7 @@ from torch import Tensor
 from ..comm import mappings as ops
 from ..comm.comm import Comm
 from ..runtime.context import current, is_initialized
+from ..runtime.digests import compare_inputs
 from .embedding import check_ids
 from .vocabulary import fill_padding, log_softmax_parts, padding_of, words_of
 
@@ -187,6 +188,7 @@ def parallel_cross_entropy(
         check_ids(target, vocab, "parallel_cross_entropy", ignore_index, read=comm.reads_are_cheap)
         if not torch.compiler.is_compiling() and is_initialized() and (observer := current().observer) is not None:
             observer.same("the targets of parallel_cross_entropy", target)
+        compare_inputs({"the targets of parallel_cross_entropy": target}, comm, "targets")
     flat = logits.reshape(-1, logits.shape[-1])
     if ops.transformed():
         placed = _located(target.reshape(-1), flat.shape[-1], comm, ignore_index)

@@ -13,6 +13,7 @@ from ..layout.layout import Layout, Slot
 from ..layout.shard import ShardSpec
 from ..nested import is_plain
 from ..runtime.context import current
+from ..runtime.digests import compare_inputs
 from .initial import Init
 from .sharding import Sharding, stamp, stamped
 
@@ -121,6 +122,13 @@ class ParallelModule(nn.Module):
         # a lazy backend would run a program for each value that is read
         if self.observer is not None and self.tp.eager and self._axes == ("tp",):
             self.observer.same(f"{what} of {type(self).__name__}", t)
+
+    def look_alike_first(self, what: str, t: Tensor) -> None:
+        """``look_alike`` of what comes from the program, which is also compared at once in the first calls."""
+        if not torch.compiler.is_compiling():
+            self.look_alike(what, t)
+            self.tp.entrance = self.tp.entrance or self._number
+            compare_inputs({f"{what} of {type(self).__name__}": t}, self.tp, self._number)
 
     def as_part(self, y: Tensor, dim: int, kind: str) -> Tensor:
         """``y``, this rank's part along ``dim``, as the observer returns it. ``kind``: features or tokens."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from ..comm.comm import Comm
+from ..comm.mappings import transformed
 from ..comm.observer import plain
+from ..comm.signature import ALL, checked_calls
 from .consensus import gather
 
 _CHUNKS = 16
@@ -17,6 +19,8 @@ _TOLERANCE = 1e-3  # relative, for a chunk's sum: ranks may round differently; o
 _SAMPLE = 64
 _OTHER = 0.1  # relative, in the 2-norm of a sample: independent data differ by 1.4, a flipped sign by 2
 _GOLDEN = (math.sqrt(5) - 1) / 2
+_FIRST = 2
+_SHOWN = 8
 
 Note = tuple[str, list[float]]
 """What should be equal on several ranks, and a digest of it."""
@@ -28,6 +32,20 @@ WHOLE_BATCH = (
 """What ranks of one batch need."""
 
 
+def compare_inputs(tensors: Mapping[str, Tensor], comm: Comm, whose: Hashable) -> None:
+    """``compare_ranks`` of what the ranks of a tp group get from their programs, in the first calls of each kind, in a
+    checked run in all. ``whose``: what is called, a number of it on ``comm``. Collective."""
+    if comm.size == 1 or not comm.eager or torch.compiler.is_compiling() or transformed():
+        return  # a lazy backend would run a program for each value that is read
+    tensors = {n: t for n, t in tensors.items() if t.layout is torch.strided and not t.is_nested}
+    most, kind = checked_calls(), (whose, torch.is_grad_enabled(), *tensors)
+    if comm.compared[kind] >= (most if most == ALL else min(most, _FIRST)) or any(t.is_meta for t in tensors.values()):
+        return
+    comm.compared[kind] += 1
+    need = f"every rank of a tp group {WHOLE_BATCH}, and not the numbers of a process in the world"
+    compare_ranks(tensors, comm, "ranks {} and {} of one tp group", need)
+
+
 def compare_ranks(tensors: Mapping[str, Tensor], comm: Comm, pair: str, need: str) -> None:
     """Raise ValueError on all ranks of ``comm`` if ``tensors``, which each needs alike, differ. ``pair``: two of them,
     with places for their numbers. Collective."""
@@ -35,8 +53,16 @@ def compare_ranks(tensors: Mapping[str, Tensor], comm: Comm, pair: str, need: st
     different = first_difference(gather(notes, comm))
     if different is not None:
         other, name, other_name = different
-        what = f"differ in {name}" if name == other_name else f"have {name} and {other_name}"
-        raise ValueError(f"{pair.format(0, other)} {what}: {need}")
+        if name != other_name:
+            raise ValueError(f"{pair.format(0, other)} have {name} and {other_name}: {need}")
+        values = gather(_shown(tensors[name]), comm)
+        raise ValueError(f"{pair.format(0, other)} differ in {name}: {need} ({values[0]}; {values[other]})")
+
+
+def _shown(t: Tensor) -> str:
+    flat = plain(t.detach()).reshape(-1)[:_SHOWN].tolist()
+    more = ", ..." if t.numel() > _SHOWN else ""
+    return f"{list(t.shape)} of {', '.join(f'{x:.4g}' if isinstance(x, float) else str(x) for x in flat)}{more}"
 
 
 def first_difference(notes_by_rank: Sequence[Sequence[Note]]) -> tuple[int, str, str] | None:

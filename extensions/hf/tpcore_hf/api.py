@@ -47,7 +47,7 @@ from .sequence.sequence_parallel import cut_sequence
 from .shard import quantized
 from .shard.figures import count_whole
 from .shard.forwards import drop_by_rank, share_inputs
-from .shard.gradients import FirstBackwards
+from .shard.gradients import FirstBackwards, watch_inputs
 from .shard.loss import cut_loss
 from .shard.products import multiply_each_alone
 from .shard.refusals import guard, is_guarded
@@ -157,6 +157,7 @@ def parallelize(
         sum_in_tree(model.parameters())
         if checked_calls():
             FirstBackwards(context.comm("tp")).watch(base)
+            watch_inputs(model, context.comm("tp"))
     return model
 
 

@@ -140,7 +140,8 @@ def _step(ctx: ParallelContext, sequence_dim: int | None, dtype: torch.dtype) ->
         if scaler is not None:
             scaler.update()
 
-    step()
+    for _ in range(2):  # of which the ranks compare the batches
+        step()
     assert not ctx.comm("tp").reads_are_cheap
     found = reads(step)[0]
     if scaler is None:
@@ -179,12 +180,15 @@ def _kernels(ctx: ParallelContext, tokens: int) -> int:
     logits = torch.randn(tokens, 64, generator=torch.Generator().manual_seed(0)).requires_grad_()
     target = torch.arange(tokens) % 128
     run = lambda: tpcore.parallel_cross_entropy(logits, target, vocab_size=128).sum().backward()  # noqa: E731
+    for _ in range(2):  # in which the ranks compare targets
+        run()
     return reads(run)[1]
 
 
 def test_the_loss_is_a_few_kernels_however_many_tokens(ranks: RankPool) -> None:
-    few, many = (ranks.run(TP2, _kernels, tokens)[0] for tokens in (64, 4 * loss.CHUNK // 64))
-    assert few == many < 100  # views and what is compared in a checked run count too
+    env = {"TPCORE_CHECK": "warmup"}  # a checked run compares targets
+    few, many = (ranks.run(TP2, _kernels, tokens, env=env)[0] for tokens in (64, 4 * loss.CHUNK // 64))
+    assert few == many < 100  # views count too
 
 
 def _bad_input(ctx: ParallelContext, what: str) -> None:

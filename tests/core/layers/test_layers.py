@@ -7,6 +7,7 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -134,6 +135,26 @@ def test_what_cannot_be_shared(ctx: ParallelContext) -> None:
     reader = Reader(False)
     with pytest.raises(ValueError, match=r"Reader.forward has no argument 'x' but \['hidden_states'\]"):
         tpcore.layers.share_input(reader, reader.one, reader.two, argument="x")
+
+
+PROGRAMS: dict[str, Callable[[], Callable[[Tensor], Any]]] = {
+    "the ids of ParallelEmbedding": lambda: tpcore.ParallelEmbedding(16, WIDTH),
+    "the input of ColumnParallelLinear": lambda: nn.Sequential(
+        nn.Embedding(16, WIDTH), tpcore.ColumnParallelLinear(WIDTH, WIDTH), tpcore.ColumnParallelLinear(WIDTH, WIDTH)
+    ),
+    "the targets of parallel_cross_entropy": lambda: partial(
+        tpcore.parallel_cross_entropy, torch.zeros(4, 8), vocab_size=16
+    ),
+}
+
+
+@pytest.mark.parametrize("what", PROGRAMS)
+@each_rank(dp=2, tp=2)
+def test_other_batches_on_the_ranks_of_a_tp_group_are_refused(ctx: ParallelContext, what: str) -> None:
+    program = PROGRAMS[what]()
+    program(torch.arange(4) + ctx.coord("dp"))
+    with pytest.raises(ValueError, match=rf"of one tp group differ in {what}: .*ctx.index\(ctx.batch\).* \(\[.*; \["):
+        program(torch.arange(4) + ctx.coord("tp"))
 
 
 # -- from a plain module ----------------------------------------------------------------------------------

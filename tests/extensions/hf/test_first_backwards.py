@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -194,14 +195,50 @@ def test_whatever_the_first_backwards_are(way: str, wrong: bool) -> None:
     run_ranks(TWO, rank)
 
 
-def test_other_batches_on_the_ranks_are_found() -> None:
+BATCHES: dict[str, Callable[[int], dict[str, Any]]] = {
+    "input_ids": lambda at: {"input_ids": (IDS + at) % 96, "labels": IDS},
+    "labels": lambda at: {"input_ids": IDS, "labels": (IDS + at) % 96},
+    "inputs_embeds": lambda at: {"inputs_embeds": torch.linspace(at - 1, 1, 512).view(2, 8, 32).double()},
+    "attention_mask": lambda at: {"input_ids": IDS, "attention_mask": torch.ones(2, 8).tril(5 - at).long()},
+    "input_ids, of other lengths": lambda at: {"input_ids": IDS[:, at:]},
+}
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False], ids=["tokens", "whole"])
+@pytest.mark.parametrize("name", BATCHES)
+def test_other_batches_on_the_ranks_of_a_tp_group_are_refused(name: str, sequence_parallel: bool) -> None:
+    """As a sampler deals them that takes the number of a process in the world."""
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        part = tpcore.parallelize(model("added"), plan=PLAN, sequence_parallel=sequence_parallel)
+        argument = name.partition(",")[0]
+        first, other = (re.escape(str([*BATCHES[name](at)[argument].shape])) for at in (0, 1))
+        said = rf"ranks 0 and 1 of one tp group differ in {argument}: .*ctx.batch.size.*\({first} of .*; {other} of "
+        for train in (True, False):
+            with torch.set_grad_enabled(train), pytest.raises(ValueError, match=said):
+                part.train(train)(**BATCHES[name](ctx.coord("tp")), use_cache=False)
+        with pytest.raises(ValueError, match=r"of one tp group have input_ids, labels and input_ids: "):
+            part(input_ids=IDS, **({} if ctx.coord("tp") else {"labels": IDS}))
+        batch = IDS + ctx.coord("dp")  # the ranks of dp have other batches
+        part(input_ids=batch, labels=batch, use_cache=False).loss.backward()
+
+    run_ranks(Mesh({"dp": 2, "tp": 2}), rank)
+
+
+def test_batches_are_compared_in_the_first_forwards_or_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
     def rank(ctx: tpcore.ParallelContext) -> None:
         part = tpcore.parallelize(model("added"), plan=PLAN)
-        made = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(ctx.rank), dtype=torch.float64)
-        with pytest.raises(ValueError, match="other batches"):
-            part(inputs_embeds=made, labels=IDS, use_cache=False).loss.backward()
+        for _ in range(3):
+            part(input_ids=IDS)
+        part(input_ids=(IDS + ctx.rank) % 96)
 
-    run_ranks(TWO, rank)
+    for check in ("off", "warmup", "always"):
+        monkeypatch.setenv("TPCORE_CHECK", check)
+        if check != "always":
+            run_ranks(TWO, rank)
+            continue
+        with pytest.raises(ValueError, match="one tp group differ in input_ids"):
+            run_ranks(TWO, rank)
 
 
 @pytest.mark.parametrize("name", ["mlp.mlp.up_proj", "self_attn.k_proj"])

@@ -5,12 +5,14 @@ from __future__ import annotations
 import ast
 import copy
 import re
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from helpers import families, hf
+from helpers.counting import counted
 from helpers.hf import GPT2, NO_DROPOUT, TINY, assert_equals_whole, llama, mixtral, phi3, recomputed, text
 from helpers.worlds import each_rank
 from torch import nn
@@ -19,7 +21,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import tpcore
 from tpcore import Block, Mesh
 from tpcore.testing import run_ranks
-from tpcore.testing.threads import ThreadTransport
 from tpcore_hf.plan.found import found
 from tpcore_hf.plan.model import rules_of
 
@@ -119,41 +120,21 @@ def test_a_copied_model_is_its_own(name: str) -> None:
 def calls(make: Any = llama, **options: Any) -> dict[str, int]:
     """Collectives of one step of a model of two layers, by name, on rank 0."""
 
-    class Counting(ThreadTransport):
-        def exchange(self, call: str, x: torch.Tensor) -> list[torch.Tensor]:
-            if self.index == 0:
-                found[call.split()[0]] = found.get(call.split()[0], 0) + 1
-            return super().exchange(call, x)
-
-    class Backend(tpcore.testing.threads.ThreadBackend):
-        transport_class = Counting
-
-        def connect(self, group: Any, rank: int) -> Counting:
-            return Counting(group, rank, self._world)
-
-    found: dict[str, int] = {}
-
-    def rank(ctx: tpcore.ParallelContext) -> None:
-        model = tpcore.parallelize(make(), **options).train()
-        if ctx.rank == 0:
-            found.clear()
-        model(**text()).loss.backward()
-
-    run_ranks(TWO, rank, backend=Backend)
-    return found
+    _, of_ranks = counted(TWO, lambda ctx: tpcore.parallelize(make(), **options).train()(**text()).loss.backward())
+    return Counter(call.op.split()[0] for call in of_ranks[0])
 
 
 def test_inputs_are_summed_once_for_all_that_read_them() -> None:
-    # forward 2 a layer and the table; backward 2 a layer and the head; exchanges of the loss, and of a first backward
-    assert calls() == {"all_reduce": 10, "all_gather": 2}
+    # forward 2 a layer and the table; backward 2 a layer and the head; an exchange of the loss
+    assert calls() == {"all_reduce": 10, "all_gather": 1}
     assert calls(phi3) == calls(), "nothing is gathered, though q|k|v and gate|up are one layer each"
 
 
 def test_tokens_are_gathered_and_reduced_by_scattering() -> None:
     found = calls(sequence_parallel=True)
     assert found["reduce_scatter"] == 8  # attention and MLP of 2 layers, forward and backward
-    # the same transposed, 8; tokens into the first block and out of the last one, 2; the loss, a first backward
-    assert found["all_gather"] == 12
+    # the same transposed, 8; tokens into the first block and out of the last one, 2; the loss
+    assert found["all_gather"] == 11
     assert found["all_reduce"] == 6  # table and head; the norms of 2 layers
 
 

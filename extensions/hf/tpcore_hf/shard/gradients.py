@@ -1,4 +1,4 @@
-"""What ranks of one tp group have alike in their first backwards, and what none has alike; ValueError otherwise."""
+"""What ranks of one tp group have alike in their first forwards and backwards, and what none has; ValueError if not."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from tpcore.comm.comm import Comm
 from tpcore.layers.sharding import Sharding, sharding
 from tpcore.private import backward_number
+from tpcore.runtime.digests import compare_inputs
 
+from ..plan.arguments import named
 from ..plan.rules import wildcard
 
 _BACKWARDS = 2
@@ -37,6 +39,18 @@ def _chosen(names: Iterable[str], which: Tensor) -> str:
     return ", ".join(
         dict.fromkeys(wildcard(n) for n, is_chosen in zip(names, which.tolist(), strict=True) if is_chosen)
     )
+
+
+def watch_inputs(model: nn.Module, comm: Comm) -> None:
+    """Compare the tensors of which the ranks of ``comm`` make the first forwards of ``model``."""
+
+    def before(whose: object, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not torch.compiler.is_compiling():
+            tensors = {name: t for name, t in named(model, args, kwargs).items() if isinstance(t, Tensor)}
+            compare_inputs(tensors, comm, whose)
+
+    if comm.size > 1:
+        model.register_forward_pre_hook(partial(before, object()), with_kwargs=True, prepend=True)
 
 
 @dataclass(eq=False)

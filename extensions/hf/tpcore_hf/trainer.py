@@ -36,7 +36,9 @@ from .shard.figures import parameter_count
 
 __all__ = ["Trainer"]
 
-vars(transformers.trainer)["get_model_param_count"] = parameter_count  # its loop has no method to ask
+# its loop has no method to ask
+vars(transformers.trainer)["get_model_param_count"] = parameter_count
+vars(transformers.trainer_pt_utils)["get_model_param_count"] = parameter_count
 
 
 class Trainer(transformers.Trainer):

@@ -70,7 +70,8 @@ def test_what_is_overridden_is_there_and_listed() -> None:
     for name, names in TRAINER.items():
         for cls in (transformers.Trainer, Trainer):
             assert [*inspect.signature(getattr(cls, name)).parameters] == ["self", *names], name
-    assert transformers.trainer.get_model_param_count is parameter_count
+    for module in (transformers.trainer, transformers.trainer_pt_utils):
+        assert module.get_model_param_count is parameter_count
     own = {name for name in vars(Trainer) if hasattr(transformers.Trainer, name) and not name.startswith("__")}
     assert own == set(TRAINER)
 

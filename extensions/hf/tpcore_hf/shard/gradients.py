@@ -46,8 +46,8 @@ def watch_inputs(model: nn.Module, comm: Comm) -> None:
 
     def before(whose: object, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.compiler.is_compiling():
-            tensors = {name: t for name, t in named(model, args, kwargs).items() if isinstance(t, Tensor)}
-            compare_inputs(tensors, comm, whose)
+            given = named(model, args, kwargs) if args else kwargs  # signatures take longer to read
+            compare_inputs({name: t for name, t in given.items() if isinstance(t, Tensor)}, comm, whose)
 
     if comm.size > 1:
         model.register_forward_pre_hook(partial(before, object()), with_kwargs=True, prepend=True)

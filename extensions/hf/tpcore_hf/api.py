@@ -47,7 +47,7 @@ from .sequence.sequence_parallel import cut_sequence
 from .shard import quantized
 from .shard.figures import count_whole
 from .shard.forwards import drop_by_rank, share_inputs
-from .shard.gradients import FirstBackwards, watch_inputs
+from .shard.gradients import watch_first
 from .shard.loss import cut_loss
 from .shard.products import multiply_each_alone
 from .shard.refusals import guard, is_guarded
@@ -156,8 +156,7 @@ def parallelize(
                     quantized.quantize(base, layer, quantize)
         sum_in_tree(model.parameters())
         if checked_calls():
-            FirstBackwards(context.comm("tp")).watch(base)
-            watch_inputs(model, context.comm("tp"))
+            watch_first(model, base, context.comm("tp"))
     return model
 
 

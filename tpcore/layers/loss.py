@@ -18,7 +18,7 @@ from ..comm import mappings as ops
 from ..comm.comm import Comm
 from ..runtime.context import current, is_initialized
 from ..runtime.digests import compare_inputs
-from .embedding import check_ids
+from .embedding import check_ids, own_places
 from .vocabulary import fill_padding, log_softmax_parts, padding_of, words_of
 
 CHUNK = 1 << 18
@@ -75,7 +75,7 @@ class _CrossEntropy(torch.autograd.Function):
         ctx: Any, logits: Tensor, target: Tensor, comm: Comm, smoothing: float, ignore: int, vocab: int
     ) -> Tensor:
         wide = torch.promote_types(logits.dtype, torch.float32)
-        local, here, counted = _located(target, logits.shape[-1], comm, ignore)
+        local, away, ignored = _located(target, logits.shape[-1], comm, ignore)
         padding = padding_of(logits, comm, vocab)
 
         softmax, eager = None, _eager(comm)
@@ -89,8 +89,9 @@ class _CrossEntropy(torch.autograd.Function):
                 rows[:, 2, at] = _in_blocks(fill_padding(chunk, padding, 0.0), comm).sum(-1).t()
             out = None if softmax is None else softmax[at]
             rows[:, 0, at] = _local_softmax(chunk, padding, comm, reads, out)[1].t()
-        rows[1:, 1] = 0.0  # only one number is another
-        rows[0, 1] = torch.where(here, logits.gather(-1, local.unsqueeze(-1)).squeeze(-1), 0.0)
+        if comm.blocks is not None:
+            rows[1:, 1] = 0.0  # only one number is another
+        rows[0, 1] = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(away, 0.0)
 
         gathered = comm.all_gather(rows, 0)
         log_sum = gathered[:, 0].logsumexp(0)
@@ -99,24 +100,24 @@ class _CrossEntropy(torch.autograd.Function):
             loss = log_sum - (1 - smoothing) * target_logit - smoothing / vocab * gathered[:, 2].sum(0)
         else:
             loss = log_sum - target_logit
-        ctx.save_for_backward(logits, (rows[:, 0] - log_sum).exp().t(), local, here, counted)
+        ctx.save_for_backward(logits, (rows[:, 0] - log_sum).exp().t(), local, away, ignored)
         ctx.args, ctx.softmax = (comm, smoothing, vocab), softmax
-        return torch.where(counted, loss, 0.0)
+        return loss.masked_fill(ignored, 0.0)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        logits, part, local, here, counted = ctx.saved_tensors
+        logits, part, local, away, ignored = ctx.saved_tensors
         comm, smoothing, vocab = ctx.args
         if torch.is_grad_enabled():  # this backward is itself differentiated
-            loss = _mapped(logits, local, here, counted, comm, smoothing, vocab)
+            loss = _mapped(logits, local, away, ignored, comm, smoothing, vocab)
             return *torch.autograd.grad(loss, logits, grad, create_graph=True), *[None] * 5
         # becomes the gradient: a second backward through a retained graph computes the softmax again
         softmax, ctx.softmax = ctx.softmax, None
         padding = padding_of(logits, comm, vocab)
-        # where instead of a product: the gradient of a mean over no tokens is inf
-        scale = torch.where(counted, grad, 0.0).to(part.dtype).unsqueeze(-1)
+        # filled, and not multiplied: the gradient of a mean over no tokens is inf
+        scale = grad.masked_fill(ignored, 0.0).to(part.dtype).unsqueeze(-1)
         part = part.unsqueeze(-1) * scale.unsqueeze(-1)
-        hit = torch.where(here.unsqueeze(-1), scale * (smoothing - 1), 0.0)
+        hit = (scale * (smoothing - 1)).masked_fill(away.unsqueeze(-1), 0.0)
         out = torch.empty_like(logits, memory_format=torch.contiguous_format) if softmax is None else softmax
         for at in _chunks(logits, comm):
             if softmax is None:
@@ -136,25 +137,23 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _located(target: Tensor, width: int, comm: Comm, ignore: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The column of each target among this rank's, whether it is there, and whether it counts."""
-    place, counted = target - comm.position * width, target != ignore
-    local = place.clamp(0, width - 1)
-    here = local == place  # or that of an ignored one, whose loss and gradient become 0
-    return local, here, counted
+    """The column of each target among this rank's, whether it is another rank's, and whether it is ignored."""
+    local, here = own_places(target, width, comm)  # or that of an ignored one, whose loss and gradient become 0
+    return local, ~here, target == ignore
 
 
 def _mapped(
-    logits: Tensor, local: Tensor, here: Tensor, counted: Tensor, comm: Comm, smoothing: float, vocab: int
+    logits: Tensor, local: Tensor, away: Tensor, ignored: Tensor, comm: Comm, smoothing: float, vocab: int
 ) -> Tensor:
     """The loss in operations that can be differentiated any number of times, and in forward mode."""
     _, log_sum, largest = log_softmax_parts(logits, comm, vocab)
     wide = logits.to(log_sum.dtype)
-    hit = torch.where(here, wide.gather(-1, local.unsqueeze(-1)).squeeze(-1), 0.0)
+    hit = wide.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(away, 0.0)
     loss = log_sum + largest - (1 - smoothing) * ops.reduce(hit, comm)
     if smoothing:
         words = fill_padding(wide, padding_of(wide, comm, vocab), 0.0)
         loss = loss - smoothing / vocab * ops.reduce(words.sum(-1), comm)
-    return torch.where(counted, loss, 0.0)
+    return loss.masked_fill(ignored, 0.0)
 
 
 def parallel_cross_entropy(

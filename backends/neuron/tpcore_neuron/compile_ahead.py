@@ -7,12 +7,13 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from traceback import extract_tb
 
 from tpcore.backend.interface import ProgramInfo
-from tpcore.errors import BackendError
+from tpcore.errors import BackendError, described
 from tpcore.processes.launch import launch
 from tpcore.settings import CHECK, environment
 
@@ -34,7 +35,7 @@ def compile_ahead(command: Sequence[str], world: int | None) -> list[ProgramInfo
     tool = shutil.which("neuron_parallel_compile")
     if tool is not None:
         torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={world}"]
-        subprocess.run([tool, *torchrun, *script], check=True)
+        _run_tool([tool, *torchrun, *script], environment())
     first = {p.digest: p for p in reversed(programs)}
     return [_info(first[digest], times) for digest, times in Counter(p.digest for p in programs).items()]
 
@@ -50,8 +51,13 @@ def compile_native(command: Sequence[str], world: int | None) -> list[ProgramInf
         torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={world}"]
         chip = {COMPILE_ONLY.name: "1", TARGET.name: TARGET.get()}
         variables = {name: value for name, value in environment().items() if name != LIMITS.name}
-        subprocess.run([*torchrun, *script], check=True, env=variables | chip)
+        _run_tool([*torchrun, *script], variables | chip)
     return [replace(info, runs=runs) for info, runs in programs.items()]
+
+
+def _run_tool(words: list[str], variables: Mapping[str, str]) -> None:
+    if code := subprocess.run(words, check=False, env=variables).returncode:
+        raise BackendError(f"{' '.join(words)} {described(code)}: what it printed has the reason")
 
 
 def _run_natively(script: list[str]) -> dict[ProgramInfo, int]:
@@ -102,6 +108,11 @@ def _run(script: list[str]) -> None:
     except SystemExit as end:
         if end.code not in (None, 0):
             raise BackendError(f"{path} ended with status {end.code}") from end
+    except BackendError:  # of the job, which says who has failed first
+        raise
+    except Exception as e:
+        lines = [f" at line {f.lineno}" for f in extract_tb(e.__traceback__) if f.filename == path]
+        raise BackendError(f"{path} fails{lines[-1] if lines else ''}: {type(e).__name__}: {e}") from e
 
 
 def _info(program: HloProgram, runs: int) -> ProgramInfo:

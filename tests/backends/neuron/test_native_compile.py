@@ -11,17 +11,21 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import hf
 from helpers.rank_pool import RankPool
 from helpers.stand_in import CLOSE, UNDER, counted, ranks_on_the_stand_in  # noqa: F401  the fixture
 from torch import Tensor, nn
+from typer.testing import CliRunner
 
 import tpcore
 from tpcore import Mesh, ParallelContext
+from tpcore.cli.app import app
 from tpcore.comm.comm import Comm
 from tpcore.layers import move_model_to_device
 from tpcore.runtime.context import enter_process, leave_process
 from tpcore.testing.kit.programs import traced_program
 from tpcore_neuron import NativeBackend, platform
+from tpcore_neuron.stand_in import compiler, private
 from tpcore_neuron.stand_in.device import install
 
 pytestmark = pytest.mark.xdist_group("native")
@@ -88,6 +92,42 @@ def test_a_compiled_block_equals_the_eager_one_and_nothing_is_refused(ranks: Ran
             assert len(found) == 2
 
 
+def operators_of(ctx: ParallelContext, tokens: bool) -> tuple[list[set[str]], dict[str, int]]:
+    """The operators of the graphs, forward and backward, of a whole Llama with its loss."""
+    refused, found = counted(ctx), list[set[str]]()
+
+    def record(graph: Any, inputs: Any) -> Any:
+        found.append({str(node.target) for node in graph.graph.nodes if node.op == "call_function"})
+        return compiler._compiled(graph, inputs)
+
+    torch.manual_seed(0)
+    model = hf.llama().float()
+    model.config.use_cache = False
+    model = move_model_to_device(tpcore.parallelize(model, sequence_parallel=tokens), ctx.device)
+    ids = torch.randint(3, 97, (2, 8), generator=torch.Generator().manual_seed(1)).to(ctx.device)
+    run: Any = torch.compile(model, backend=private.aot_autograd(fw_compiler=record), fullgraph=True, dynamic=False)
+    losses = [made(input_ids=ids, labels=ids).loss for made in (model, run)]
+    torch.testing.assert_close(losses[1].detach().cpu(), losses[0].detach().cpu(), **CLOSE)
+    losses[1].backward()
+    return found, dict(refused)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [False, True])
+def test_a_models_graphs_hold_operators_of_torch_alone(ranks: RankPool, tokens: bool) -> None:
+    for found, refused in ranks.run(TWO, as_after_init, operators_of, tokens, timeout=300, **UNDER):
+        assert refused == {}
+        assert len(found) == 2  # one graph forward and one backward
+        for operators in found:
+            assert {name.partition(".")[0] for name in operators} <= {"aten", "_c10d_functional", GETITEM}
+            sent = {name.split(".")[1] for name in operators if name.startswith("_c10d")}
+            assert ("reduce_scatter_tensor" in sent) == tokens
+            assert "wait_tensor" in sent
+
+
+GETITEM = "<built-in function getitem>"
+
+
 def refused_graphs(ctx: ParallelContext) -> dict[str, str]:
     """What graphs end in that the compiler does not take; the second is that of a backend which asks for no
     functional collectives."""
@@ -151,10 +191,31 @@ def test_a_scripts_graphs_are_listed_and_given_to_the_compiler(tmp_path: Path, m
     assert forward.site == f"{script}:9 in <module>"
     # where AWS's package is, the job runs once more, as a compiler alone and not on the stand-in
     monkeypatch.setattr(platform, "installed", lambda name: "2.14.3")
-    monkeypatch.setattr(subprocess, "run", lambda words, check, env: given.append((words, env)))
+
+    def run(words: list[str], check: bool, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+        given.append((words, env))
+        return subprocess.CompletedProcess(words, len(given) - 1)
+
+    monkeypatch.setattr(subprocess, "run", run)
     monkeypatch.setenv("TPCORE_NEURON_LIMITS", "2.33")
     NativeBackend.compile_ahead(command, None)
     ((words, env),) = given
     assert words[1:] == ["-m", "torch.distributed.run", "--nproc_per_node=2", script]
     assert (env["TORCH_NEURONX_COMPILE_ONLY"], env["NEURON_PLATFORM_TARGET_OVERRIDE"]) == ("1", "trn2")
     assert "TPCORE_NEURON_LIMITS" not in env
+    found = CliRunner().invoke(app, ["compile", "--", *command])
+    assert (found.exit_code, found.exc_info[0]) == (2, SystemExit)
+    assert f"nproc_per_node=2 {script} exited with status 1: what it printed has the reason" in found.output
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize(("wrong", "said"), [("1 / 0", "fails at line 2: ZeroDivisionError"), ("exit(3)", "status 3")])
+def test_a_script_that_fails_is_one_line(tmp_path: Path, monkeypatch: Any, wrong: str, said: str) -> None:
+    (tmp_path / "train.py").write_text(f"import tpcore\n{wrong}")
+    monkeypatch.setenv("TPCORE_NEURON_LIMITS", "2.33")
+    found = CliRunner().invoke(app, ["compile", "--", "python", str(tmp_path / "train.py")])
+    assert found.exit_code == 2
+    (line,) = [line for line in found.output.splitlines() if line.startswith("tpcore compile:")]
+    assert said in line
+    assert "Traceback" not in found.output

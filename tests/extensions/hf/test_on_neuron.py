@@ -26,7 +26,7 @@ HOW = {"under": UNDER, "free": FREE}
 
 
 def batch() -> dict[str, Tensor]:
-    ids = torch.randint(3, 97, (4, 8), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(3, 97, (8, 16), generator=torch.Generator().manual_seed(1))
     return {"input_ids": ids, "labels": ids}
 
 
@@ -109,6 +109,19 @@ JOBS: dict[str, tuple[dict[str, int], str, bool, dict[str, Any]]] = {
     "ep, tp": ({"ep": 2, "tp": 2}, "mixtral", False, {"dispatch": "all_to_all"}),
     "ep 4": ({"ep": 4, "tp": 1}, "mixtral", False, {"dispatch": "all_to_all"}),
     "zero": ({"dp": 2, "tp": 2}, "llama", True, {}),
+    # above the sizes whose all-to-all is refused, and with tp inside of every other axis
+    "pp 4, tp": ({"pp": 4, "tp": 2}, "llama", False, {"num_microbatches": 4}),
+    "pp 2, tp 4": ({"pp": 2, "tp": 4}, "llama", False, {"num_microbatches": 2}),
+    "pp, dp, tp, zero": ({"pp": 2, "dp": 2, "tp": 2}, "llama", True, {"num_microbatches": 2}),
+    "cp gather 4, tp": ({"cp": 4, "tp": 2}, "llama", False, {"context_parallel": "gather"}),
+    "cp ulysses 2, tp 2, dp, zero": ({"dp": 2, "cp": 2, "tp": 2}, "llama", True, {"context_parallel": "ulysses"}),
+    "cp ring 4, tp": ({"cp": 4, "tp": 2}, "llama", False, {"context_parallel": "ring"}),
+    "cp ring 8": ({"cp": 8}, "llama", False, {"context_parallel": "ring"}),
+    "ep 4, tp": ({"ep": 4, "tp": 2}, "mixtral", False, {"dispatch": "all_to_all"}),
+    "ep 2, tp 4": ({"ep": 2, "tp": 4}, "mixtral", False, {"dispatch": "all_to_all"}),
+    "ep, dp, tp, zero": ({"dp": 2, "ep": 2, "tp": 2}, "mixtral", True, {"dispatch": "all_to_all"}),
+    "zero 8": ({"dp": 8}, "llama", True, {}),
+    "zero 4, tokens": ({"dp": 4, "tp": 2}, "llama", True, {"sequence_parallel": True}),
 }
 
 

@@ -122,7 +122,7 @@ def _hold(stack: Stack, name: str | None, caller: nn.Module, args: tuple[Any, ..
     needed whole: the caller wants it, or passes a tensor for each of some blocks, to add where a rank would have other
     tokens."""
     names = ("output_hidden_states", "output_attentions")
-    between = (v for name, v in kwargs.items() if name != "attention_mask" and isinstance(v, list | dict))
+    between = (v for name, v in kwargs.items() if name != "attention_mask" and isinstance(v, (list, dict)))
     added = any(isinstance(t, Tensor) for v in between for t in (v.values() if isinstance(v, dict) else v))
     config = getattr(caller, "config", None)
     loops = name is not None and is_own(caller) and classes(getattr(caller, name)) == stack.blocks

@@ -177,6 +177,28 @@ def test_the_stand_in_refuses_and_narrows_what_its_table_says() -> None:
     assert set(tpcore.launch(directly, 4, args=(free,), **FREE)[0].values()) == {"False"}
 
 
+def of_torch(ctx: ParallelContext) -> dict[str, int]:
+    """What torch.distributed's own functions give: of one tensor for all ranks, and of objects."""
+    refused, size, device = counted(ctx), dist.get_world_size(), ctx.device
+    every = torch.empty(size * 2, device=device)
+    dist.all_gather_into_tensor(every, torch.full((2,), float(ctx.rank), device=device))
+    assert every.tolist() == [float(rank) for rank in range(size) for _ in range(2)]
+    part = torch.empty(2, device=device)
+    dist.reduce_scatter_tensor(part, every)
+    assert part.tolist() == [float(size * ctx.rank)] * 2
+    objects: list[Any] = [None] * size
+    dist.all_gather_object(objects, {"rank": ctx.rank})
+    assert objects == [{"rank": rank} for rank in range(size)]
+    first = [ctx.rank]
+    dist.broadcast_object_list(first, 0)
+    assert first == [0]
+    return dict(refused)
+
+
+def test_functions_of_torch_distributed_take_the_device(ranks: RankPool) -> None:
+    assert ranks.run(Mesh({"dp": 1, "tp": 3}), of_torch, **UNDER) == [{}] * 3
+
+
 def early() -> str:
     register(frozenset({"early_device"}))
     torch.ones(1, device="neuron")

@@ -95,6 +95,14 @@ class LimitedGroup(_Base):  # type: ignore[misc]  # its stubs do not say what to
             raw(out).copy_(row.view(out.shape))
         return self._gloo.barrier()
 
+    # by these names torch.distributed's functions call them
+    all_gather_single, reduce_scatter_single, all_to_all_single = _allgather_base, _reduce_scatter_base, alltoall_base
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """Where torch.distributed puts the bytes of objects."""
+        return [torch.device(NAME)]
+
     def barrier(self, opts: Any = None) -> Any:
         ranks = dist.get_process_group_ranks(self)
         self._device.limits.refuse("barrier", dist.get_world_size() != self.size(), f"ranks {ranks}")

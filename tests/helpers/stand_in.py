@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextvars import Context
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from helpers.rank_pool import RankPool
 from tpcore import ParallelContext
 from tpcore.c10d.backend import C10dBackend
+from tpcore.runtime.context import enter_process, leave_process
 from tpcore_neuron import NativeBackend
 from tpcore_neuron.settings import LIMITS
 from tpcore_neuron.stand_in.device import install
@@ -35,3 +38,13 @@ def counted(ctx: ParallelContext) -> dict[str, int]:
     refused: Any = install().limits.refused
     refused.clear()
     return refused
+
+
+def as_after_init(ctx: ParallelContext, fn: Any, *args: Any) -> Any:
+    """The context as a program has it, which calls ``tpcore.init``; the pool enters it for a block."""
+    torch._dynamo.reset()
+    enter_process(ctx)
+    try:
+        return Context().run(fn, ctx, *args)
+    finally:
+        leave_process()

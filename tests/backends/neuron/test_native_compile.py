@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-from contextvars import Context
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import hf
 from helpers.rank_pool import RankPool
-from helpers.stand_in import CLOSE, UNDER, counted, ranks_on_the_stand_in  # noqa: F401  the fixture
+from helpers.stand_in import CLOSE, UNDER, as_after_init, counted, ranks_on_the_stand_in  # noqa: F401  the fixture
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
@@ -22,10 +20,8 @@ from tpcore import Mesh, ParallelContext
 from tpcore.cli.app import app
 from tpcore.comm.comm import Comm
 from tpcore.layers import move_model_to_device
-from tpcore.runtime.context import enter_process, leave_process
 from tpcore.testing.kit.programs import traced_program
 from tpcore_neuron import NativeBackend, platform
-from tpcore_neuron.stand_in import compiler, private
 from tpcore_neuron.stand_in.device import install
 
 pytestmark = pytest.mark.xdist_group("native")
@@ -60,16 +56,6 @@ def step(run: Any, model: nn.Module, ids: Tensor) -> list[Tensor]:
     return [loss.detach().cpu(), *(p.grad.cpu() for p in model.parameters() if p.grad is not None)]
 
 
-def as_after_init(ctx: ParallelContext, fn: Any, *args: Any) -> Any:
-    """The context as a program has it, which calls ``tpcore.init``; the pool enters it for a block."""
-    torch._dynamo.reset()
-    enter_process(ctx)
-    try:
-        return Context().run(fn, ctx, *args)
-    finally:
-        leave_process()
-
-
 def alike(ctx: ParallelContext, tokens: bool) -> tuple[set[str], dict[str, int]]:
     """The collectives of the graphs of steps that equal eager ones."""
     refused = counted(ctx)
@@ -90,42 +76,6 @@ def test_a_compiled_block_equals_the_eager_one_and_nothing_is_refused(ranks: Ran
             assert refused == {}
             assert ("reduce_scatter_tensor" in " ".join(found)) == tokens
             assert len(found) == 2
-
-
-def operators_of(ctx: ParallelContext, tokens: bool) -> tuple[list[set[str]], dict[str, int]]:
-    """The operators of the graphs, forward and backward, of a whole Llama with its loss."""
-    refused, found = counted(ctx), list[set[str]]()
-
-    def record(graph: Any, inputs: Any) -> Any:
-        found.append({str(node.target) for node in graph.graph.nodes if node.op == "call_function"})
-        return compiler._compiled(graph, inputs)
-
-    torch.manual_seed(0)
-    model = hf.llama().float()
-    model.config.use_cache = False
-    model = move_model_to_device(tpcore.parallelize(model, sequence_parallel=tokens), ctx.device)
-    ids = torch.randint(3, 97, (2, 8), generator=torch.Generator().manual_seed(1)).to(ctx.device)
-    run: Any = torch.compile(model, backend=private.aot_autograd(fw_compiler=record), fullgraph=True, dynamic=False)
-    losses = [made(input_ids=ids, labels=ids).loss for made in (model, run)]
-    torch.testing.assert_close(losses[1].detach().cpu(), losses[0].detach().cpu(), **CLOSE)
-    losses[1].backward()
-    return found, dict(refused)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tokens", [False, True])
-def test_a_models_graphs_hold_operators_of_torch_alone(ranks: RankPool, tokens: bool) -> None:
-    for found, refused in ranks.run(TWO, as_after_init, operators_of, tokens, timeout=300, **UNDER):
-        assert refused == {}
-        assert len(found) == 2  # one graph forward and one backward
-        for operators in found:
-            assert {name.partition(".")[0] for name in operators} <= {"aten", "_c10d_functional", GETITEM}
-            sent = {name.split(".")[1] for name in operators if name.startswith("_c10d")}
-            assert ("reduce_scatter_tensor" in sent) == tokens
-            assert "wait_tensor" in sent
-
-
-GETITEM = "<built-in function getitem>"
 
 
 def refused_graphs(ctx: ParallelContext) -> dict[str, str]:

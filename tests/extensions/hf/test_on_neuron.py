@@ -11,13 +11,14 @@ import torch
 from helpers import families, hf
 from helpers.pipelines import part_of
 from helpers.rank_pool import RankPool
-from helpers.stand_in import CLOSE, FREE, UNDER, counted, ranks_on_the_stand_in  # noqa: F401  the fixture
+from helpers.stand_in import CLOSE, FREE, UNDER, as_after_init, counted, ranks_on_the_stand_in  # noqa: F401  the fixture
 from helpers.tiers import tiers
 from torch import Tensor, nn
 
 import tpcore
 from tpcore import Mesh, ParallelContext
 from tpcore.layers import move_model_to_device
+from tpcore_neuron.stand_in import compiler, private
 
 pytestmark = pytest.mark.xdist_group("native")
 
@@ -286,3 +287,41 @@ def test_a_family_is_the_whole_model_and_nothing_is_refused(
 ) -> None:
     found = ranks.run(Mesh({"dp": 1, "tp": world}), stepped, *FAMILIES[kind], dict.fromkeys(options, True), **HOW[how])
     assert found == [{}] * world
+
+
+def operators_of(ctx: ParallelContext, tokens: bool) -> tuple[list[set[str]], dict[str, int]]:
+    """The operators of the graphs, forward and backward, of a whole Llama with its loss."""
+    refused, found = counted(ctx), list[set[str]]()
+
+    def record(graph: Any, inputs: Any) -> Any:
+        found.append({str(node.target) for node in graph.graph.nodes if node.op == "call_function"})
+        return compiler._compiled(graph, inputs)
+
+    torch.manual_seed(0)
+    model = hf.llama().float()
+    model.config.use_cache = False
+    model = move_model_to_device(tpcore.parallelize(model, sequence_parallel=tokens), ctx.device)
+    ids = torch.randint(3, 97, (2, 8), generator=torch.Generator().manual_seed(1)).to(ctx.device)
+    run: Any = torch.compile(model, backend=private.aot_autograd(fw_compiler=record), fullgraph=True, dynamic=False)
+    losses = [made(input_ids=ids, labels=ids).loss for made in (model, run)]
+    torch.testing.assert_close(losses[1].detach().cpu(), losses[0].detach().cpu(), **CLOSE)
+    losses[1].backward()
+    return found, dict(refused)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [False, True])
+def test_a_models_graphs_hold_operators_of_torch_alone(ranks: RankPool, tokens: bool) -> None:
+    for found, refused in ranks.run(
+        Mesh({"dp": 1, "tp": 2}), as_after_init, operators_of, tokens, timeout=300, **UNDER
+    ):
+        assert refused == {}
+        assert len(found) == 2  # one graph forward and one backward
+        for operators in found:
+            assert {name.partition(".")[0] for name in operators} <= {"aten", "_c10d_functional", GETITEM}
+            sent = {name.split(".")[1] for name in operators if name.startswith("_c10d")}
+            assert ("reduce_scatter_tensor" in sent) == tokens
+            assert "wait_tensor" in sent
+
+
+GETITEM = "<built-in function getitem>"

@@ -81,6 +81,13 @@ def default_checks() -> Iterator[None]:
 
 
 @pytest.fixture
+def unchecked() -> Iterator[None]:
+    """Nothing is compared in the first calls: for what is to see other data later."""
+    with changed({CHECK.name: "off"}):
+        yield
+
+
+@pytest.fixture
 def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
     """No waiting for the disk: where a process ends, the system's cache outlives it."""
     monkeypatch.setattr(os, "fsync", lambda fd: None)

@@ -138,6 +138,7 @@ WRONG: dict[str, tuple[Callable[[ParallelContext, Net], Found], str]] = {
 }
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("case", WRONG)
 @each_rank(dp=2, tp=2)
 def test_the_first_that_differs_is_named_on_every_rank(ctx: ParallelContext, case: str) -> None:

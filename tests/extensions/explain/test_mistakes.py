@@ -281,6 +281,7 @@ OTHER: dict[str, tuple[Callable[[ParallelContext], None], str]] = {
 }
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("name", OTHER)
 @each_rank(dp=2, tp=2)
 def test_ranks_of_one_group_with_other_data_are_named(ctx: ParallelContext, name: str) -> None:

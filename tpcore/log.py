@@ -37,6 +37,17 @@ def inform(message: str) -> None:
         log.handle(log.makeRecord(log.name, logging.INFO, __file__, 0, message, (), None))
 
 
+def on_terminal() -> bool:
+    """Whether a person reads stderr, whatever object stands for it."""
+    return bool(getattr(sys.stderr, "isatty", bool)())
+
+
+def inform_of_start(ranks: int) -> None:
+    """Say on a terminal that ranks start: they take some seconds to say anything themselves."""
+    if on_terminal():
+        inform(f"starting {ranks} rank{'s' * (ranks > 1)}")
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
     """Inside the block nothing below a warning is said."""

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import threading
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 import torch
 from helpers import programs as forked
 from helpers.worlds import each_rank
+from tqdm import tqdm
 
 import tpcore
 from tpcore.checkpoint import load, save, wait
@@ -119,20 +121,35 @@ class Terminal(io.StringIO):
 def test_progress_is_shown_on_rank_0(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A bar on a terminal, and a line in the log before and after."""
+    """A bar on a terminal, of a load too, and a line in the log before and after."""
     shown = Terminal()
     monkeypatch.setattr(sys, "stderr", shown)
+    monkeypatch.setattr(tqdm, "__init__", partialmethod(tqdm.__init__, mininterval=0))  # each step is drawn
 
     def one(ctx: ParallelContext) -> None:
-        save({"model": {"w": torch.ones(1000)}}, tmp_path / "c", background=True)
-        wait()
+        model = torch.nn.Linear(1000, 1, bias=False)
+        optimizer = tpcore.Zero1(torch.optim.SGD, model.named_parameters(), momentum=0.9)
+        model(torch.ones(1000)).backward()
+        optimizer.step()
+        parts = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "also": torch.ones(2000)}
+        save(parts, tmp_path / "c", background=True)
+        load(tmp_path / "c", model, optimizer=optimizer)
 
     with caplog.at_level(logging.INFO, "tpcore.checkpoint"):
         run_ranks(MESH, one)
     first, last = (record.getMessage() for record in caplog.records)
     assert first == f"saving {tmp_path / 'c'}"
     assert last.startswith(f"saved {tmp_path / 'c'} in ")
-    assert re.search(r"saving: +\d+%.*/4.00k", shown.getvalue())
+    bars = re.findall(r"(\w+): +(\d+)%[^\r]* [\d.k]+/([\d.]+k) ", shown.getvalue())
+    assert [(title, of) for title, done, of in bars if done == "0"] == [
+        ("saving", "16.0k"),
+        ("checking", "4.00k"),  # the model
+        ("checking", "4.00k"),  # this rank's share of the optimizer's tensors
+        ("loading", "8.00k"),
+        ("loading", "2.00k"),
+        ("loading", "4.00k"),
+    ]
+    assert [title for title, done, _ in bars if done == "100"] == [title for title, done, _ in bars if done == "0"]
 
 
 def test_a_rank_that_falls_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

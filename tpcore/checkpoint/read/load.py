@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -14,14 +14,23 @@ from ...layers.sharding import Sharding, stamp
 from ...layout.layout import Layout
 from ...runtime.consensus import gather, together
 from ...runtime.context import ParallelContext
-from ...train.zero import Zero1, fitted
+from ...train.zero import ReadRun, Zero1, fitted
 from ..forms.source import OfParameter, Source, SpecOf, Stage
-from ..storage.files import listed, naming
+from ..storage.files import Progress, bar, listed, naming
+from ..storage.tensorfile import nbytes_of
 from ..stored import Stored
 from ..tree import dotted, is_optimizer
 from .model import ModelState, TensorRead, aligned
 from .optimizer import layouts_here, parameter_layouts, state_here
 from .source import model_of
+
+
+def _counted(fill: ReadRun, progress: Progress) -> ReadRun:
+    def run(start: int, out: Tensor) -> None:
+        fill(start, out)
+        progress.add(nbytes_of(out))
+
+    return run
 
 
 class Loading:
@@ -82,9 +91,17 @@ class Loading:
         self._layouts, unknown = layouts_here(tensors, by_name, numbered if model is None else {})
         bound = dict.fromkeys(unknown, why) if unknown and (why := self._other_layout(saved, by_name)) else {}
         self._list_entries(stage, tensors, bound, alone=model is None and target is not None and restaged)
-        for row in self._rows:
-            if row.in_place:
-                row.plan.verify()
+        self._each("checking", self._in_place(), lambda row: row.plan.verify())
+
+    def _in_place(self) -> list[TensorRead]:
+        return [row for row in self._rows if row.in_place]
+
+    def _each(self, title: str, rows: Collection[TensorRead], do: Callable[[TensorRead], None]) -> None:
+        """``do`` with every row, rank 0 with a bar."""
+        with bar(title, sum(nbytes_of(row.out) for row in rows), shown=self._ctx.rank == 0) as progress:
+            for row in rows:
+                do(row)
+                progress.add(nbytes_of(row.out))
 
     def _rows_of_model(self, model: ModelState, saved: Mapping[str, Any] | None) -> Mapping[str, Any]:
         """The saved state of this model, whose rows are added: of its stage, or of all stages if that lacks some of its
@@ -158,19 +175,16 @@ class Loading:
         with together(ctx), naming("load", path):
             share, n = ctx.index(ctx.data), ctx.data.size
             in_runs = [row for row in self._rows if row.out.is_meta]
-            for row in in_runs[share::n] if n > 1 else ():  # dp ranks read shares
-                row.plan.verify()
-            for row in self._rows:
-                if not row.in_place and not row.out.is_meta:
-                    row.plan.fill(row.out)
+            if n > 1:  # dp ranks read shares
+                self._each("checking", in_runs[share::n], lambda row: row.plan.verify())
+            whole = [row for row in self._rows if not row.in_place and not row.out.is_meta]
+            self._each("loading", whole, lambda row: row.plan.fill(row.out))
         if self._target is not None:
             with together(ctx), naming("load", path):
                 self._give()
         # the model last, so that as little as possible can fail once it has changed
         with together(ctx), naming("load", path):
-            for row in self._rows:
-                if row.in_place:
-                    row.plan.fill(row.out, check=False)
+            self._each("loading", self._in_place(), lambda row: row.plan.fill(row.out, check=False))
         with together(ctx):
             if model is not None:
                 self._notes += model.assign()
@@ -198,6 +212,9 @@ class Loading:
             parameters = {} if self._model is None else self._model.module.named_parameters(remove_duplicate=False)
             saved = fitted(target, saved, dict(parameters))
         if isinstance(target, Zero1):
-            target.load_outline(saved, {id(row.out): row.plan.fill_run for row in self._rows if row.out.is_meta})
+            rows = [row for row in self._rows if row.out.is_meta]
+            share = sum(nbytes_of(row.out) for row in rows) // self._ctx.data.size
+            with bar("loading", share, shown=self._ctx.rank == 0) as progress:
+                target.load_outline(saved, {id(row.out): _counted(row.plan.fill_run, progress) for row in rows})
         else:
             target.load_state_dict(saved)

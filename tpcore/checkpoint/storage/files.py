@@ -9,7 +9,6 @@ import math
 import os
 import platform
 import stat
-import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...errors import CheckpointError
+from ...log import on_terminal
 from ...settings import __version__
 
 
@@ -45,7 +45,7 @@ SILENT = Progress(None)
 @contextmanager
 def bar(title: str, total: int, *, shown: bool) -> Iterator[Progress]:
     """Progress of ``total`` bytes as a tqdm bar. Silent unless ``shown``, and without tqdm or a terminal."""
-    if not shown or not sys.stderr.isatty() or find_spec("tqdm") is None:
+    if not (shown and total and on_terminal() and find_spec("tqdm")):
         yield SILENT
         return
     from tqdm import tqdm

@@ -145,6 +145,30 @@ def test_tables(words: str, there: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("explain {} --seq-len 4", "recording a training step"),
+        ("export {} --for transformers", "reading the files"),
+        ("plan {} --devices 2 --seq-len 4 --batch 4", "predicting steps on every mesh"),
+        ("verify --backend cpu_gloo", "verifying"),
+        ("verify --backend cpu_gloo --model {}", "verifying"),
+        ("verify {}/train.py", "verifying"),
+    ],
+)
+def test_a_line_while_it_works(words: str, said: str, there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What takes seconds says so, on a terminal alone."""
+
+    def full(*args: Any, **options: Any) -> None:
+        raise OSError("no process can be started")
+
+    for module in ("command", "script.run"):
+        monkeypatch.setattr(f"tpcore_explain.verify.{module}.launch", full)
+    for env in ({"FORCE_COLOR": "1", "TERM": "xterm"}, {}):
+        shown = CliRunner().invoke(app, words.format(there).split(), env=env).stderr
+        assert (said in shown) == bool(env)
+
+
+@pytest.mark.parametrize(
     "words",
     [
         "backends",

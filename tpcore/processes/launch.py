@@ -17,7 +17,7 @@ from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
 from .. import settings
-from ..log import log
+from ..log import inform_of_start, log
 from ..runtime.memory import keep_freed_memory
 from .program import interpreter
 from .transfer import (
@@ -97,6 +97,7 @@ def _run(call: bytes, nprocs: int, variables: Mapping[str, str]) -> list[Outcome
     processes, patience = Processes(), _PATIENCE
     try:
         write_file(files[0], call)
+        inform_of_start(nprocs)
         store, job = host_store()
         with _signals_raise():
             for rank, result in enumerate(files[1:]):

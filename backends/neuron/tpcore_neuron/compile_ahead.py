@@ -14,6 +14,7 @@ from traceback import extract_tb
 
 from tpcore.backend.interface import ProgramInfo
 from tpcore.errors import BackendError, described
+from tpcore.log import inform_of_start
 from tpcore.processes.launch import launch
 from tpcore.settings import CHECK, environment
 
@@ -30,6 +31,7 @@ def compile_ahead(command: Sequence[str], world: int | None) -> list[ProgramInfo
     """Run ``command`` on replicas and describe each distinct program. On a machine with the Neuron tools,
     ``neuron_parallel_compile`` then runs it too and compiles its programs into the cache."""
     world, script = _parse(list(command), world)
+    inform_of_start(world)
     # scripts written for neuron_parallel_compile check this variable before they act on a value
     programs = run_replicas(_run_script, world, script, timeout=HOUR, env={EXTRACT_ONLY.name: "1"})[0]
     tool = shutil.which("neuron_parallel_compile")

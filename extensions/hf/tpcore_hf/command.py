@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from tpcore.cli.console import table_of, tell
+from tpcore.cli.console import table_of, tell, working
 from tpcore.errors import extra
 
 
@@ -35,7 +35,8 @@ def export(
     if engine not in (known := [*engines(), "transformers"]):
         raise ValueError(f"--for {engine}: there are {', '.join(known)}")
     wanted = engines().get(engine)
-    found = findings(folder, wanted, tp)
+    with working("reading the files"):
+        found = findings(folder, wanted, tp)
     taken = all(finding.level != LEVELS[0] for finding in found)
     table = table_of("", "about", "finding", "remedy")
     for finding in sorted(found, key=lambda finding: LEVELS.index(finding.level)):

@@ -232,9 +232,16 @@ def test_without_cloudpickle_a_function_of_a_module_still_works(monkeypatch: pyt
         pack_call(lambda: None, (), {})
 
 
-def test_a_rank_that_ends_without_a_result_is_an_error() -> None:
+@pytest.mark.parametrize(("terminal", "said"), [(True, ["starting 1 rank"]), (False, [])])
+def test_a_rank_that_ends_without_a_result_is_an_error(
+    terminal: bool, said: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And a terminal shows that it starts."""
+    caplog.set_level(logging.INFO, "tpcore")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
     with pytest.raises(PeerLostError, match="rank 0 exited with status 0"):
         tpcore.launch(os._exit, 1, args=(0,))
+    assert caplog.messages == said
 
 
 def test_a_rank_that_fails_after_its_result_fails_the_job(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from ...backend.registry import backend_class
 from ...checkpoint.storage.publish import OwnedDirectory
 from ...errors import BackendError, PeerLostError
+from ...log import inform_of_start
 from ...processes.launch import Processes, serving_environment
 from ...processes.transfer import Outcome, SharedBuffer, death, root_cause, unpack_outcome
 from ..artifact import TraceManifest
@@ -59,6 +60,7 @@ class Workers:
         self._processes = Processes()
         self._pending: set[int] = set()
         self.running = True
+        inform_of_start(self._manifest.tp)
         try:
             job = backend_class(self._manifest.backend).job(Path(self._home.name))
             for rank in range(self._manifest.tp):

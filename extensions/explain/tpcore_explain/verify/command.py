@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import typer
 
 from tpcore import settings
 from tpcore.backend.registry import load_backend
-from tpcore.cli.console import echo, show, table_of, tell
+from tpcore.cli.console import echo, show, table_of, tell, working
 from tpcore.processes.launch import launch
 from tpcore.runtime.init import choose_backend
 
 if TYPE_CHECKING:
     from .model import ModelVerdict
     from .report import Report
+
+T = TypeVar("T")
 
 
 def verify(
@@ -70,14 +74,13 @@ def verify(
     from .report import on_rank
 
     load_backend(choose_backend(backend))  # an error is said here once, before each rank says it
-    launched, first = settings.WORLD_SIZE.is_set, not settings.WORLD_SIZE.is_set or settings.RANK.get() == 0
+    first = not settings.WORLD_SIZE.is_set or settings.RANK.get() == 0
     if model is not None:
         if not (model / "config.json").is_file():
             raise ValueError(f"--model {model} has no config.json: name a folder of a transformers model")
         options = {"sequence_parallel": sequence_parallel, "expert_parallel": expert_parallel, "dispatch": dispatch}
-        args = (backend, tp, str(model), options, ep)
-        _tell(verify_model(*args) if launched else launch(verify_model, tp * ep, args=args)[0], first, as_json)
-    report = on_rank(backend, tp) if launched else launch(on_rank, tp, args=(backend, tp))[0]
+        _tell(_on_ranks(verify_model, tp * ep, backend, tp, str(model), options, ep), first, as_json)
+    report = _on_ranks(on_rank, tp, backend, tp)
     if first:
         show(report.to_json()) if as_json else _show(report)
         if save or not as_json:
@@ -85,6 +88,13 @@ def verify(
             path.write_text(report.to_json())
             echo(f"saved as {path}", err=as_json)
     raise typer.Exit(1 if report.wrong else 0)
+
+
+def _on_ranks(check: Callable[..., T], ranks: int, *args: Any) -> T:
+    """What ``check`` finds on this rank, where a launcher has started it, or on the first of new ones."""
+    launched = settings.WORLD_SIZE.is_set
+    with nullcontext() if launched and settings.RANK.get() else working("verifying"):
+        return check(*args) if launched else launch(check, ranks, args=args)[0]
 
 
 def _verify_script(
@@ -97,7 +107,8 @@ def _verify_script(
         if settings.WORLD_SIZE.is_set:
             raise ScriptError("it starts the ranks of a script by itself: run it without torchrun")
         env = {} if backend is None else {settings.BACKEND.name: backend}
-        verdict = verify_script(script, arguments, **options, env=env)
+        with working("verifying"):
+            verdict = verify_script(script, arguments, **options, env=env)
     except ScriptError as e:
         echo(f"tpcore verify: {e}", err=True)
         raise typer.Exit(2) from e

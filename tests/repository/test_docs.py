@@ -19,6 +19,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -28,6 +29,7 @@ import types
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from importlib.resources import files
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -41,6 +43,7 @@ DECIMAL = re.compile(r"[-+]?\d+\.\d+(?:e[-+]?\d+)?")
 FENCE = re.compile(r"^ *```(\w*)(.*)$")
 STARTS = re.compile(r"\b(launch|parallel_model_trace|trace_causal_lm|run_replicas)\(|\"serve\"")
 RUN, CHECKED, SHOWN = {"python", "torchrun", "tpcore"}, {"make", "pip"}, {"text", "toml", "json"}
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 Done = subprocess.CompletedProcess[str]
 
 
@@ -353,3 +356,25 @@ def test_the_player_itself(text: str, wrong: str | None, tmp_path: Path) -> None
     page.write_text(text)
     problem = play(page, tmp_path)
     assert (problem is None) if wrong is None else (problem is not None and wrong in problem)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
+def test_a_name_in_a_tables_first_column_stays_in_one_piece(tmp_path: Path) -> None:
+    """However narrow the table: Material's own style breaks it anywhere."""
+    style = (files(pytest.importorskip("material")) / "templates/assets/stylesheets").iterdir()
+    own = (path.read_text() for path in style if path.name.startswith("main."))
+    cell = "<td><code>get_tensor_model_parallel_group(as_list=False)</code></td>"
+    page = tmp_path / "page.html"
+    page.write_text(
+        f"<style>{''.join(own)}{(ROOT / 'docs/assets/site.css').read_text()}</style>"
+        f'<div class="md-typeset" style="width: 360px"><table><tr>{cell}<td>{"a word " * 30}</td>{cell}</table></div>'
+        "<script>document.title = [...document.querySelectorAll('code')].map((c) => c.getClientRects().length)</script>"
+    )
+    words = ["--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", f"--user-data-dir={tmp_path / 'user'}"]
+    done = subprocess.run(
+        [str(BROWSER), *words, page.as_uri()], capture_output=True, text=True, check=True, timeout=forked.PATIENCE
+    )
+    first, other = map(int, done.stdout.partition("<title>")[2].partition("</title>")[0].split(","))
+    assert first == 1
+    assert other > 1

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+import torch.distributed.checkpoint as checkpoint
 from helpers.rank_pool import RankPool
 from helpers.stand_in import FREE, UNDER, counted, ranks_on_the_stand_in  # noqa: F401  the fixture
 from helpers.tiers import tiers
@@ -23,7 +27,7 @@ from tpcore.testing.kit import collectives
 from tpcore_neuron import NativeBackend
 from tpcore_neuron.settings import LIMITS
 from tpcore_neuron.stand_in.device import install
-from tpcore_neuron.stand_in.group import register
+from tpcore_neuron.stand_in.group import LimitedGroup, register
 from tpcore_neuron.stand_in.limits import TABLE, Refusals
 from tpcore_neuron.transport import rounds
 
@@ -177,8 +181,8 @@ def test_the_stand_in_refuses_and_narrows_what_its_table_says() -> None:
     assert set(tpcore.launch(directly, 4, args=(free,), **FREE)[0].values()) == {"False"}
 
 
-def of_torch(ctx: ParallelContext) -> dict[str, int]:
-    """What torch.distributed's own functions give: of one tensor for all ranks, and of objects."""
+def of_torch(ctx: ParallelContext, folder: str) -> dict[str, int]:
+    """What torch.distributed's own functions give: of one tensor for all ranks, of objects, together, in files."""
     refused, size, device = counted(ctx), dist.get_world_size(), ctx.device
     every = torch.empty(size * 2, device=device)
     dist.all_gather_into_tensor(every, torch.full((2,), float(ctx.rank), device=device))
@@ -192,11 +196,114 @@ def of_torch(ctx: ParallelContext) -> dict[str, int]:
     first = [ctx.rank]
     dist.broadcast_object_list(first, 0)
     assert first == [0]
+    parts = [part.clone(), every.clone()]
+    rows = [torch.empty(len(t) * size, device=device) for t in parts]
+    with dist._coalescing_manager():
+        [dist.all_gather_single(row, t) for row, t in zip(rows, parts, strict=True)]
+    with dist._coalescing_manager(async_ops=True) as work:
+        [dist.reduce_scatter_single(t, row) for t, row in zip(parts, rows, strict=True)]
+    work.wait()
+    assert [t.tolist() for t in parts] == [(size * t).tolist() for t in (part, every)]
+    saved, read = ({"w": torch.arange(4.0, device=device) * k, "n": 3 * k} for k in (1, 0))
+    checkpoint.save(saved, checkpoint_id=folder)
+    checkpoint.load(read, checkpoint_id=folder)
+    assert (read["w"].tolist(), read["n"]) == ([0.0, 1.0, 2.0, 3.0], 3)
     return dict(refused)
 
 
-def test_functions_of_torch_distributed_take_the_device(ranks: RankPool) -> None:
-    assert ranks.run(Mesh({"dp": 1, "tp": 3}), of_torch, **UNDER) == [{}] * 3
+def test_functions_of_torch_distributed_take_the_device(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(Mesh({"dp": 1, "tp": 3}), of_torch, str(tmp_path / "checkpoint"), **UNDER) == [{}] * 3
+
+
+def reduce_scattered(x: Tensor, whole: Callable[[Tensor], Any]) -> Tensor:
+    part = x.new_empty(1)
+    whole(part)
+    return part
+
+
+def together(x: Tensor) -> Tensor:
+    with dist._coalescing_manager():
+        dist.all_reduce(x)
+    return x
+
+
+SUMS: dict[str, Callable[[ParallelContext, Tensor], Tensor]] = {
+    "all_reduce": lambda ctx, x: dist.all_reduce(x) or x,
+    "future": lambda ctx, x: dist.all_reduce(x, async_op=True).get_future().wait()[0],
+    "reduce": lambda ctx, x: dist.reduce(x, 0) or x,
+    "reduce_scatter": lambda ctx, x: reduce_scattered(x, lambda part: dist.reduce_scatter(part, [*x.split(1)])),
+    "reduce_scatter_single": lambda ctx, x: reduce_scattered(x, lambda part: dist.reduce_scatter_single(part, x)),
+    "coalesced": lambda ctx, x: together(x),
+    "functional": lambda ctx, x: functional.all_reduce(x, "sum", dist.group.WORLD),
+    "tpcore": lambda ctx, x: ctx.comm("tp").all_reduce(x),
+    "tpcore's scatter": lambda ctx, x: ctx.comm("tp").reduce_scatter(x, 0),
+}
+TERMS = {torch.int64: ([2**31 - 1, 2**31 - 1], -2), torch.float64: ([1.0, 2.0**-24], 1.0)}
+"""Of each rank, which have their 32 bits, and what is left of the sum."""
+SUMMED = [(name, dtype) for name in SUMS for dtype in TERMS if "tpcore" not in name or dtype is torch.int64]
+
+
+def summed(ctx: ParallelContext) -> dict[tuple[str, torch.dtype], tuple[float, int]]:
+    """Sums on the first rank that need more bits than their terms, and how many have lost bits."""
+    refused, found = counted(ctx), {}
+    for name, dtype in SUMMED:
+        refused.clear()
+        x = torch.tensor([TERMS[dtype][0][ctx.rank]] * 2, dtype=dtype, device=ctx.device)
+        found[name, dtype] = SUMS[name](ctx, x)[0].item(), refused["int64"]
+    return found
+
+
+def test_a_sum_of_ranks_is_as_narrow_as_its_terms(ranks: RankPool) -> None:
+    found = ranks.run(Mesh({"dp": 1, "tp": 2}), summed, **UNDER)[0]
+    assert found == {(name, dtype): (TERMS[dtype][1], int(dtype is torch.int64)) for name, dtype in SUMMED}
+
+
+RESIZED: dict[str, Callable[[Any], Tensor]] = {
+    "arange": lambda device: torch.arange(4, device=device),
+    "eye": lambda device: torch.eye(3, device=device),
+    "out": lambda device: torch.add(*torch.ones(2, 3, device=device), out=torch.empty(0, device=device)),
+    "t_": lambda device: torch.ones(2, 3, device=device).t_(),
+    "unsqueeze_": lambda device: torch.ones(2, 3, device=device).unsqueeze_(1),
+}
+
+
+def sizes(ctx: ParallelContext) -> list[str]:
+    """Which operators leave a tensor on the device with other sizes than on the CPU."""
+    both = {name: (call(ctx.device), call("cpu")) for name, call in RESIZED.items()}
+    return [name for name, (x, y) in both.items() if (x.shape, x.stride()) != (y.shape, y.stride())]
+
+
+def test_a_tensor_has_the_sizes_that_operators_give_it(ranks: RankPool) -> None:
+    assert ranks.run(Mesh({"tp": 1}), sizes, **UNDER) == [[]]
+
+
+def connected(ctx: ParallelContext) -> tuple[list[str], dict[str, float]]:
+    """The collectives with which this rank's groups were made, and what they give."""
+    asked, call = [], LimitedGroup._call
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LimitedGroup, "_call", lambda pg, name, *rest: asked.append(name) or call(pg, name, *rest))
+        comms = {axis: ctx.comm(axis) for axis in ("dp", "tp")}
+    mine = torch.tensor([float(ctx.rank)], device=ctx.device)
+    return asked, {axis: comm.all_reduce(mine).item() for axis, comm in comms.items()}
+
+
+def test_groups_are_made_without_a_collective(ranks: RankPool) -> None:
+    for rank, (asked, sums) in enumerate(ranks.run(Mesh({"dp": 2, "tp": 2}), connected, **UNDER)):
+        assert asked == []
+        assert sums == {"dp": 2.0 * (rank % 2) + 2, "tp": 4.0 * (rank // 2) + 1}
+
+
+def places(ctx: ParallelContext) -> tuple[str, str]:
+    """The device of this rank, and of one whose runtime says another index after the start."""
+    backend = NativeBackend()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(install(), "current_device", lambda: 5)
+        backend.start(60.0)
+    return str(ctx.device), str(backend.device())
+
+
+def test_the_runtime_is_asked_for_the_devices_index(ranks: RankPool) -> None:
+    assert ranks.run(Mesh({"tp": 1}), places, **UNDER) == [("neuron:0", "neuron:5")]
 
 
 def early() -> str:

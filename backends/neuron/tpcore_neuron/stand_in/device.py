@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from typing import Any
 
@@ -104,6 +104,13 @@ def _placed(x: Any) -> Any:
     return DeviceTensor(x)
 
 
+def _resized(x: DeviceTensor, memory: Tensor) -> DeviceTensor:
+    """``x`` with the sizes that an operator has given to its ``memory``."""
+    if not _compiles() and (x.shape, x.stride()) != (memory.shape, memory.stride()):
+        x.data = DeviceTensor(memory)
+    return x
+
+
 def _wrapped(x: Any) -> Any:
     """A tensor of the device that the compiler has made itself, without values and without asking the device."""
     own = isinstance(x, Tensor) and not isinstance(x, DeviceTensor) and x.device.type == NAME
@@ -151,7 +158,7 @@ class StandInDevice(DeviceModule):
         out = self.on_memory(operator, tree_map(raw, args), tree_map(raw, kwargs), narrow=here)
         if not here:
             return out
-        return tree_map(lambda x: mine[id(x)] if id(x) in mine else _placed(x), out)
+        return tree_map(lambda x: _resized(mine[id(x)], x) if id(x) in mine else _placed(x), out)
 
     def on_memory(self, operator: Any, args: Any, kwargs: Any, *, narrow: bool = True) -> Any:
         """Run ``operator`` on the memory of tensors, and round what it has written to the width of the hardware."""
@@ -176,13 +183,17 @@ class StandInDevice(DeviceModule):
         if all(r.alias_info is None for r in schema.returns):
             written.append(out)
         for x in tree_leaves(written):
-            if isinstance(x, Tensor) and x.dtype in self.limits.narrow:
-                rounded = x.to(self.limits.narrow[x.dtype]).to(x.dtype)
-                # what is not yet written has any bits, and the least number stands for an infinite one
-                lost = (rounded != x) & (x != torch.iinfo(torch.int64).min) if x.dtype is torch.int64 else None
-                if lost is not None and "empty" not in schema.name and bool(lost.any()):
-                    self.limits.refused["int64"] += 1
-                x.copy_(rounded)
+            self.narrow(x, counted="empty" not in schema.name)  # what is not yet written has any bits
+
+    def narrow(self, x: Any, *, counted: bool = True) -> None:
+        """Round memory to the width of the hardware; ``counted``: whole numbers that lose bits are."""
+        if not isinstance(x, Tensor) or x.dtype not in self.limits.narrow:
+            return
+        rounded = x.to(self.limits.narrow[x.dtype]).to(x.dtype)
+        # the least number stands for an infinite one
+        if counted and x.dtype is torch.int64 and bool(((rounded != x) & (x != torch.iinfo(x.dtype).min)).any()):
+            self.limits.refused["int64"] += 1
+        x.copy_(rounded)
 
     # -- what torch and programs ask torch.neuron
     def current_device(self) -> int:
@@ -193,6 +204,12 @@ class StandInDevice(DeviceModule):
 
     def synchronize(self, device: Any = None) -> None:
         """Nothing runs behind the host's back."""
+
+    def current_stream(self, device: Any = None) -> StandInDevice:
+        return self  # which a stream's user synchronizes
+
+    def stream(self, stream: Any) -> nullcontext[None]:
+        return nullcontext()
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]

@@ -11,11 +11,40 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from . import compiler
-from .device import NAME, DeviceTensor, install, raw
+from .device import NAME, DeviceTensor, StandInDevice, install, raw
 from .limits import Refusals
 from .private import group_named, tree_leaves, tree_map
 
 _Base: Any = dist.ProcessGroup
+
+
+class _Rounded(dist.Work):
+    """A reduction that rounds memory when it is waited for."""
+
+    def __init__(self, work: Any, wide: list[Tensor], device: StandInDevice) -> None:
+        super().__init__()
+        self._work, self._wide, self._device = work, wide, device
+
+    def wait(self, *timeout: Any) -> bool:
+        self._work.wait(*timeout)
+        self._round()
+        return True
+
+    def is_completed(self) -> bool:
+        return bool(self._work.is_completed())
+
+    def get_future(self) -> Any:
+        def end(done: Any) -> Any:
+            found = done.wait()
+            self._round()
+            return found
+
+        return self._work.get_future().then(end)
+
+    def _round(self) -> None:
+        for x in self._wide:
+            with torch.inference_mode(x.is_inference()):
+                self._device.narrow(x)
 
 
 class LimitedGroup(_Base):  # type: ignore[misc]  # its stubs do not say what torch calls
@@ -46,8 +75,14 @@ class LimitedGroup(_Base):  # type: ignore[misc]  # its stubs do not say what to
         limits.refuse("other_device", any(not isinstance(x, DeviceTensor) for x in tensors), name)
         return getattr(self._gloo, name)(*tree_map(raw, args))
 
+    def _reduce(self, name: str, out: Any, *args: Any) -> Any:
+        """``_call``, and ``out`` is rounded at its end: a sum may need more bits than its terms."""
+        work = self._call(name, out, *args)
+        wide = [x for x in map(raw, tree_leaves(out)) if x.dtype in self._device.limits.narrow]
+        return _Rounded(work, wide, self._device) if wide else work
+
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
-        return self._call("allreduce", _listed(tensors), opts or c10d.AllreduceOptions())
+        return self._reduce("allreduce", _listed(tensors), opts or c10d.AllreduceOptions())
 
     def _allgather_base(self, out: Tensor, x: Tensor, opts: Any = None) -> Any:
         return self._call("_allgather_base", out, x, opts or c10d.AllgatherOptions())
@@ -56,10 +91,10 @@ class LimitedGroup(_Base):  # type: ignore[misc]  # its stubs do not say what to
         return self._call("allgather", outs, xs, opts or c10d.AllgatherOptions())
 
     def _reduce_scatter_base(self, out: Tensor, x: Tensor, opts: Any = None) -> Any:
-        return self._call("_reduce_scatter_base", out, x, opts or c10d.ReduceScatterOptions())
+        return self._reduce("_reduce_scatter_base", out, x, opts or c10d.ReduceScatterOptions())
 
     def reduce_scatter(self, outs: Any, xs: Any, opts: Any = None) -> Any:
-        return self._call("reduce_scatter", outs, xs, opts or c10d.ReduceScatterOptions())
+        return self._reduce("reduce_scatter", outs, xs, opts or c10d.ReduceScatterOptions())
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Any:
         opts = opts or c10d.BroadcastOptions()
@@ -68,7 +103,7 @@ class LimitedGroup(_Base):  # type: ignore[misc]  # its stubs do not say what to
         if self.rank() != opts.rootRank:
             for x in tensors:
                 x.detach().zero_()
-        return self._call("allreduce", tensors, c10d.AllreduceOptions())
+        return self._reduce("allreduce", tensors, c10d.AllreduceOptions())
 
     def gather(self, outs: Any, xs: Any, opts: Any = None) -> Any:
         return self._call("gather", outs, xs, opts or c10d.GatherOptions())
@@ -77,7 +112,7 @@ class LimitedGroup(_Base):  # type: ignore[misc]  # its stubs do not say what to
         return self._call("scatter", outs, xs, opts or c10d.ScatterOptions())
 
     def reduce(self, tensors: Any, opts: Any = None) -> Any:
-        return self._call("reduce", _listed(tensors), opts or c10d.ReduceOptions())
+        return self._reduce("reduce", _listed(tensors), opts or c10d.ReduceOptions())
 
     def alltoall_base(self, out: Tensor, x: Tensor, received: Any, sent: Any, opts: Any = None) -> Any:
         sizes = [*(received or ()), *(sent or ())]
@@ -94,6 +129,17 @@ class LimitedGroup(_Base):  # type: ignore[misc]  # its stubs do not say what to
         for out, row in zip(outs, rows.chunk(self.size()), strict=True):
             raw(out).copy_(row.view(out.shape))
         return self._gloo.barrier()
+
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
+        return self._reduce("allreduce_coalesced", tensors, opts or c10d.AllreduceCoalescedOptions())
+
+    def all_gather_single_coalesced(self, outs: Any, xs: Any, opts: Any = None) -> None:
+        for out, x in zip(outs, xs, strict=True):
+            self._allgather_base(out, x, opts).wait()
+
+    def reduce_scatter_single_coalesced(self, outs: Any, xs: Any, opts: Any = None) -> None:
+        for out, x in zip(outs, xs, strict=True):
+            self._reduce_scatter_base(out, x, opts).wait()
 
     # by these names torch.distributed's functions call them
     all_gather_single, reduce_scatter_single, all_to_all_single = _allgather_base, _reduce_scatter_base, alltoall_base
@@ -120,8 +166,8 @@ class LimitedGroup(_Base):  # type: ignore[misc]  # its stubs do not say what to
 def functional(operator: Any, x: Tensor, *args: Any) -> Tensor:
     """An operator of ``_c10d_functional`` on memory. It has ended on return, so that waiting does nothing."""
     kind = operator.overloadpacket.__name__
-    if kind == "wait_tensor":
-        return x
+    if not args:
+        return x  # a wait, or a wrapper of torch's
     *how, name = args
     pg, x = group_named(name), x.contiguous()
     rows = {"all_gather_into_tensor": len(x) * pg.size(), "reduce_scatter_tensor": len(x) // pg.size()}

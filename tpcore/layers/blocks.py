@@ -34,8 +34,10 @@ def aligned(t: Tensor) -> Tensor:
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    y: Tensor = _OfBlock.apply(*autocasted(x.flatten(0, -2), weight, bias, x.device.type))
-    return y.view(*x.shape[:-1], -1)
+    rows, weight, bias = autocasted(x.flatten(0, -2), weight, bias, x.device.type)
+    # copies are made outside of it, for a second derivative goes through what it keeps
+    y: Tensor = _OfBlock.apply(aligned(rows), aligned(weight), bias)
+    return y.view(*x.shape[:-1], len(weight))
 
 
 def products(x: Tensor, y: Tensor) -> Tensor:
@@ -43,7 +45,7 @@ def products(x: Tensor, y: Tensor) -> Tensor:
     batch = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2])
     rows, columns = (t.expand(*batch, *t.shape[-2:]).flatten(0, -3) for t in (x, y.mT))
     of_each = [_product(*matrices, None) for matrices in zip(rows, columns, strict=True)]
-    return torch.stack(of_each).view(*batch, x.shape[-2], y.shape[-1])
+    return torch.stack(of_each).view(*batch, x.shape[-2], y.shape[-1]) if of_each else x @ y
 
 
 class _OfBlock(torch.autograd.Function):
@@ -51,7 +53,6 @@ class _OfBlock(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        x, weight = aligned(x), aligned(weight)
         ctx.save_for_backward(x, weight)
         return F.linear(x, weight, bias)
 

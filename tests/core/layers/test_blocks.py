@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import tpcore
 from tpcore import Block
 from tpcore.layers import ColumnParallelConv1D, ParallelQKV, RowParallelConv1D
+from tpcore.layers.blocks import products
 from tpcore.layers.loss import parallel_cross_entropy
 from tpcore.layout.mesh import Mesh
 from tpcore.runtime.context import ParallelContext, current
@@ -173,3 +174,18 @@ def test_second_derivatives_have_the_same_bits() -> None:
 
     found = [run_ranks(Mesh({"tp": tp}), second, reproducible=MOST)[0] for tp in DEGREES]
     assert all(torch.equal(t, found[0]) for t in found)
+
+
+@pytest.mark.parametrize(("batch", "rows"), [(2, 5), (0, 5), (2, 0)])
+def test_products_of_matrices_are_those_of_matmul(batch: int, rows: int) -> None:
+    """Of parts that begin within a cache line, and are copied; of none at all; and their second derivatives."""
+    x = torch.randn(batch, 3, rows, 9, dtype=torch.float64)[..., 1:8].requires_grad_()
+    y = torch.randn(3, 7, 5, dtype=torch.float64)[..., 1:].requires_grad_()
+
+    def second(product: Any) -> list[Tensor]:
+        out = product(x, y)
+        (g,) = torch.autograd.grad((out**3).sum(), x, create_graph=True)
+        return [out, g, *torch.autograd.grad((g * g).sum(), (x, y))]
+
+    for found, want in zip(second(products), second(torch.matmul), strict=True):
+        torch.testing.assert_close(found, want)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -72,6 +73,24 @@ def latent() -> DeepseekV3ForCausalLM:
 def by_einsum(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **_: Any) -> Any:
     weights = torch.einsum("bhqd,bhkd->bhqk", query, key).softmax(-1)
     return (weights @ value).transpose(1, 2), None
+
+
+def into_out(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **_: Any) -> Any:
+    scores = torch.empty(*query.shape[:-1], key.shape[-2])
+    torch.matmul(query, key.mT, out=scores)
+    return torch.matmul(other=value, input=scores.softmax(-1)).transpose(1, 2), None
+
+
+def test_products_by_their_arguments_names() -> None:
+    AttentionInterface.register("into_out", into_out)
+    whole = Trained("phi", MODELS["Phi"].config | {"attn_implementation": "into_out"}).made()
+    ids = torch.arange(16)[None]
+
+    @torch.no_grad()
+    def both(ctx: ParallelContext) -> tuple[Tensor, Tensor]:
+        return whole(ids).logits, tpcore_hf.parallelize(deepcopy(whole))(ids).logits.clone()
+
+    torch.testing.assert_close(*run_ranks(Mesh({"tp": 2}), both, reproducible=8)[0])
 
 
 def einsum() -> Any:

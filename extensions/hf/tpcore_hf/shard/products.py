@@ -38,7 +38,9 @@ class _EachAlone(TorchFunctionMode):
                 "layers adds in an order of what a rank has of them: with reproducible= call torch.matmul, or leave "
                 "the module whole, plan={...: 'replicate'}"
             )
-        return products(*given[:2])
+        x, y = (*args, *(kwargs[key] for key in ("input", "other", "mat2") if key in kwargs))[:2]
+        out, made = kwargs.get("out"), products(x, y)
+        return made if out is None else out.resize_(made.shape).copy_(made)
 
 
 def _attention(

@@ -51,7 +51,7 @@ def check_ids(ids: Tensor, size: int, what: str, ignore: int | None = None, *, r
 def own_places(ids: Tensor, width: int, comm: Comm) -> tuple[Tensor, Tensor]:
     """The place of each id among the ``width`` of this rank, or one near it, and whether it is there. In few operators:
     on some devices each costs as much as a small matmul."""
-    place = torch.sub(ids, comm.position, alpha=width)
+    place = torch.sub(ids, comm.position if ids.ndim else comm.position[0], alpha=width)
     own = place.clamp(0, width - 1)
     return own, own == place
 

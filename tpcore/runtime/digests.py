@@ -19,6 +19,8 @@ _TOLERANCE = 1e-3  # relative, for a chunk's sum: ranks may round differently; o
 _SAMPLE = 64
 _OTHER = 0.1  # relative, in the 2-norm of a sample: independent data differ by 1.4, a flipped sign by 2
 _GOLDEN = (math.sqrt(5) - 1) / 2
+_PERIOD = 1009
+_PIECE = _PERIOD << 10  # whole numbers that are int64 at a time: a mask may have one for each pair of tokens
 _FIRST = 2
 _SHOWN = 8
 
@@ -55,7 +57,7 @@ def compare_ranks(tensors: Mapping[str, Tensor], comm: Comm, pair: str, need: st
         other, name, other_name = different
         if name != other_name:
             raise ValueError(f"{pair.format(0, other)} have {name} and {other_name}: {need}")
-        values = gather(_shown(tensors[name]), comm)
+        values = gather(_shown(tensors[name]) if name in tensors else "", comm)  # a third rank may have others
         raise ValueError(f"{pair.format(0, other)} differ in {name}: {need} ({values[0]}; {values[other]})")
 
 
@@ -81,15 +83,17 @@ def digest(t: Tensor) -> list[float]:
         if flat.is_complex() or not flat.numel():
             return [float(flat.numel())]
         flat = flat.cpu()  # a device may count in 32 bits alone
-        places = torch.arange(flat.numel(), device=flat.device) % 1009 + 1
-        return [float(flat.numel()), float(int((flat.to(torch.int64) * places).sum()) % (1 << 52))]
+        places = torch.arange(min(_PIECE, flat.numel()), device="cpu") % _PERIOD + 1
+        total = sum(int((part.to(torch.int64) * places[: len(part)]).sum()) for part in flat.split(_PIECE))
+        return [float(flat.numel()), float(total % (1 << 52))]
     sums = [float(chunk.abs().sum(dtype=torch.float64)) for chunk in flat.chunk(_CHUNKS)]
     # a sample of places that depend on the size alone, without a period, so that no width of a row divides their
     # distances; four digits, which are short in JSON
     n = flat.numel()
     chosen = range(n) if n <= _SAMPLE else [int(i * _GOLDEN % 1 * n) for i in range(_SAMPLE)]
     sample = flat[torch.tensor(chosen, dtype=torch.int64, device=flat.device)].double().tolist()
-    sample = [float(f"{x:.4g}") if math.isfinite(x) else 0.0 for x in sample]
+    rounded = (float(f"{x:.4g}") for x in sample)  # the largest numbers become infinite by it
+    sample = [x if math.isfinite(x) else 0.0 for x in rounded]
     return [float(n), *(s if math.isfinite(s) else -1.0 for s in sums), *sample]
 
 

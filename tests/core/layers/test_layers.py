@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tpcore
 from tpcore import ParallelContext
+from tpcore.runtime.digests import compare_inputs
 from tpcore.testing import matrix
 
 WIDTH, HEADS, HEAD = 8, 4, 2
@@ -155,6 +156,22 @@ def test_other_batches_on_the_ranks_of_a_tp_group_are_refused(ctx: ParallelConte
     program(torch.arange(4) + ctx.coord("dp"))
     with pytest.raises(ValueError, match=rf"of one tp group differ in {what}: .*ctx.index\(ctx.batch\).* \(\[.*; \["):
         program(torch.arange(4) + ctx.coord("tp"))
+
+
+@each_rank(tp=4)
+def test_batches_are_compared_where_ranks_have_other_arguments(ctx: ParallelContext) -> None:
+    given = "labels" if ctx.coord("tp") == 2 else "ids"
+    with pytest.raises(ValueError, match=r"ranks 0 and 1 of one tp group differ in ids: "):
+        compare_inputs({given: torch.arange(4) + ctx.coord("tp")}, ctx.comm("tp"), "a program")
+
+
+@pytest.mark.parametrize("ids", [torch.tensor(5), torch.tensor([5, 0]), torch.tensor([[7], [1]])], ids=str)
+@each_rank(tp=2)
+def test_ids_of_any_shape(ctx: ParallelContext, ids: Tensor) -> None:
+    plain = nn.Embedding(8, WIDTH)
+    layer = tpcore.ParallelEmbedding.from_plain(plain)
+    assert torch.equal(layer(ids), plain(ids))
+    assert torch.equal(torch.vmap(layer)(ids.reshape(-1)), plain(ids.reshape(-1)))
 
 
 # -- from a plain module ----------------------------------------------------------------------------------

@@ -65,3 +65,18 @@ def test_values_that_are_not_finite_do_not_hide_the_rest() -> None:
     data[0, 0] = float("nan")
     assert not _differ(data, data.clone())
     assert _differ(data, -data)
+
+
+@pytest.mark.parametrize("largest", [torch.finfo(d).min for d in (torch.float64, torch.float32)])
+def test_the_largest_numbers_are_themselves(largest: float) -> None:
+    """As in masks; of float64 they become infinite in four digits."""
+    mask = torch.full((8, 8), largest, dtype=torch.float64).triu(1)
+    assert not _differ(mask, mask.clone())
+
+
+def test_masks_of_many_pieces_are_told_apart() -> None:
+    mask = torch.ones(1100, 1000, dtype=torch.bool)
+    other = mask.clone()
+    other[-1, -1] = False
+    assert not _differ(mask, mask.clone())
+    assert _differ(mask, other)

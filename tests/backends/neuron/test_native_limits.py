@@ -23,9 +23,10 @@ from torch import Tensor
 import tpcore
 from tpcore import Mesh, ParallelContext
 from tpcore.comm.comm import Comm
+from tpcore.settings import changed
 from tpcore.testing.kit import collectives
 from tpcore_neuron import NativeBackend
-from tpcore_neuron.settings import LIMITS
+from tpcore_neuron.settings import CORES, LIMITS
 from tpcore_neuron.stand_in.device import install
 from tpcore_neuron.stand_in.group import LimitedGroup, register
 from tpcore_neuron.stand_in.limits import TABLE, Refusals
@@ -317,6 +318,17 @@ def early() -> str:
 @pytest.mark.slow
 def test_a_device_used_too_early_is_told_with_the_remedy() -> None:
     assert "before anything is moved to the device" in tpcore.launch(early, 1, **UNDER)[0]
+
+
+def with_a_range_of_cores(ctx: ParallelContext) -> str:
+    with changed({CORES.name: "0-63"}), pytest.raises(tpcore.BackendError) as refused:
+        NativeBackend().start(60.0)
+    return str(refused.value)
+
+
+def test_a_range_of_cores_is_refused_at_the_start(ranks: RankPool) -> None:
+    (said,) = ranks.run(Mesh({"tp": 1}), with_a_range_of_cores, **UNDER)
+    assert "0-63: each process of the native backend opens one core" in said
 
 
 @pytest.mark.parametrize("value", ["1.0,x", "sometimes", "2.x"])

@@ -160,6 +160,7 @@ def test_it_says_what_it_can_do_before_anything_starts():
     assert not getattr(cls.transport_class, "__abstractmethods__", None)
     assert set(Capabilities.dtypes) <= set(cls.capabilities.dtypes)
     assert not cls.capabilities.dynamic_shapes
+    assert not NativeBackend.capabilities.dynamic_shapes  # what its compiler refuses
     assert cls.capabilities.group_sizes is None  # dp groups of any size; tp is asked about at init
 
 

@@ -83,7 +83,7 @@ def malformed(body: Any, content: str) -> str | None:
             return f"{name}={_short(body[name])} is not {description}"
     if reserved := sorted(body.get("chat_template_kwargs", {}).keys() & _OF_THE_CALL):
         return f"chat_template_kwargs has {', '.join(reserved)}, which the server says itself"
-    if "top_logprobs" in body and body.get("logprobs") is not True:
+    if body.get("top_logprobs") and body.get("logprobs") is not True:
         return "top_logprobs is given without logprobs=true"
     if body.get("top_p") == 0:
         return "top_p=0 leaves no token: temperature=0 takes the most likely one"

@@ -100,6 +100,7 @@ def test_what_is_well_formed_passes() -> None:
     assert malformed({"prompt": "hello", "stop": "x", "stream": True, "logprobs": False}, "prompt") is None
     assert malformed({"prompt": "hello", "max_tokens": 0, "echo": True, "logprobs": 5}, "prompt") is None
     assert malformed({**CHAT, "logprobs": True, "top_logprobs": 20}, "messages") is None
+    assert malformed({**CHAT, "logprobs": False, "top_logprobs": 0}, "messages") is None  # as some clients always send
 
 
 @pytest.mark.parametrize(

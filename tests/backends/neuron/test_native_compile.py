@@ -106,6 +106,25 @@ def test_dynamic_sizes_and_operators_of_others_are_refused_in_graphs(ranks: Rank
         )
 
 
+def of_nothing(ctx: ParallelContext) -> dict[str, int]:
+    """What is refused of a graph whose collectives have no elements."""
+    refused, comm = counted(ctx), ctx.comm("tp")
+
+    def run(x: Tensor) -> list[Tensor]:
+        x = x[:0]
+        moved = [comm.all_gather(x, 1), comm.reduce_scatter(x, 1), comm.all_to_all(x, 1, 1)]
+        return [*moved, comm.all_reduce(x), comm.all_reduce(x, "max")]
+
+    x = torch.ones(4, 4).to(ctx.device)
+    found = torch.compile(run, backend="neuron", fullgraph=True)(x)
+    assert [y.shape for y in found] == [y.shape for y in run(x)]
+    return dict(refused)
+
+
+def test_nothing_is_sent_of_no_elements_in_a_graph(ranks: RankPool) -> None:
+    assert ranks.run(TWO, as_after_init, of_nothing, timeout=300, **UNDER) == [{}] * 2
+
+
 def served(ctx: ParallelContext) -> tuple[list[str], dict[str, int]]:
     """The kit's checks of a traced model."""
     refused = counted(ctx)

@@ -138,11 +138,14 @@ def test_what_cannot_be_shared(ctx: ParallelContext) -> None:
         tpcore.layers.share_input(reader, reader.one, reader.two, argument="x")
 
 
+def of_vectors() -> Callable[[Tensor], Any]:
+    layers = nn.Sequential(tpcore.ColumnParallelLinear(16, WIDTH), tpcore.ColumnParallelLinear(WIDTH, WIDTH))
+    return lambda ids: layers(nn.functional.one_hot(ids, 16).float())
+
+
 PROGRAMS: dict[str, Callable[[], Callable[[Tensor], Any]]] = {
     "the ids of ParallelEmbedding": lambda: tpcore.ParallelEmbedding(16, WIDTH),
-    "the input of ColumnParallelLinear": lambda: nn.Sequential(
-        nn.Embedding(16, WIDTH), tpcore.ColumnParallelLinear(WIDTH, WIDTH), tpcore.ColumnParallelLinear(WIDTH, WIDTH)
-    ),
+    "the input of ColumnParallelLinear": of_vectors,
     "the targets of parallel_cross_entropy": lambda: partial(
         tpcore.parallel_cross_entropy, torch.zeros(4, 8), vocab_size=16
     ),
@@ -156,6 +159,15 @@ def test_other_batches_on_the_ranks_of_a_tp_group_are_refused(ctx: ParallelConte
     program(torch.arange(4) + ctx.coord("dp"))
     with pytest.raises(ValueError, match=rf"of one tp group differ in {what}: .*ctx.index\(ctx.batch\).* \(\[.*; \["):
         program(torch.arange(4) + ctx.coord("tp"))
+
+
+@each_rank(tp=2)
+def test_hidden_states_are_of_no_program(ctx: ParallelContext) -> None:
+    """torch's pipelines ask a stage for shapes with memory that nobody wrote, and a gradient where it trains."""
+    layer, x = tpcore.ColumnParallelLinear(4, 4), torch.full((2, 4), float(ctx.rank))
+    with torch.no_grad():
+        layer(x)
+    layer(nn.functional.layer_norm(x.requires_grad_() + torch.arange(4) * ctx.rank, (4,)))
 
 
 @each_rank(tp=4)

@@ -58,6 +58,7 @@ def found(names: list[str]) -> dict[str, str]:
 def test_each_is_named_on_every_rank() -> None:
     expected = {name: match for name, (_, _, match) in MISTAKES.items()}
     expected |= {name: match.format(0, 1) for name, (_, match) in OTHER.items()}
+    expected |= dict.fromkeys(("batch", "activations", "targets"), "ranks 0 and 1 of one tp group differ in ")
     expected["DistributedDataParallel"] = r"hold different parts of 'embed\.weight'"
     expected["none"] = "^no error$"
     for rank in tpcore.launch(found, 2, args=([*expected],), env={"TPCORE_CHECK": "1"}):

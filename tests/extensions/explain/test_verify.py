@@ -27,7 +27,10 @@ def test_verifying_a_backend_that_cannot_run_starts_nothing(
     assert not list(tmp_path.iterdir())
 
 
-SHOWN_BY_VERIFY = Faults((n, (by, cls)) for n, (by, cls) in EVERY.items() if by.split()[0] in EDGES and n in SHOWN)
+# two ranks, which make no all-to-all of a sum in order
+SHOWN_BY_VERIFY = Faults(
+    (n, (by, cls)) for n, (by, cls) in EVERY.items() if by.split()[0] in EDGES and n in SHOWN and n != "TurnsRowsOf17"
+)
 
 
 @pytest.mark.parametrize("name", first_of(SHOWN_BY_VERIFY, "test_overlap"))

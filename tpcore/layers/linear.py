@@ -174,12 +174,9 @@ class ColumnParallelLinear(ParallelLinear):
         if self.tokens is not None:
             return self.tokens.gathered(x, self.reduce_dtype)
         if self.sequence_dim is None and not torch.compiler.is_compiling():
-            # hidden states may be memory that nobody wrote, by which torch's pipelines ask a stage for shapes, without
-            # gradients or with one of its own: what needs none in training is the program's
-            if self.tp.entrance in (0, self._number) and torch.is_grad_enabled() and not x.requires_grad:
-                self.look_alike_first("the input", x)
-            elif self.observer is not None:
-                self.look_alike("the input", x)
+            # what needs no gradient in training is the program's; torch's pipelines ask for shapes with unwritten memory
+            first = self.tp.entrance in (0, self._number) and torch.is_grad_enabled() and not x.requires_grad
+            (self.look_alike_first if first else self.look_alike)("the input", x)
         return x
 
     def outputs(self, y: Tensor) -> Tensor:

@@ -174,7 +174,7 @@ class ColumnParallelLinear(ParallelLinear):
         if self.tokens is not None:
             return self.tokens.gathered(x, self.reduce_dtype)
         if self.sequence_dim is None and not torch.compiler.is_compiling():
-            # what needs no gradient in training is the program's; torch's pipelines ask for shapes with unwritten memory
+            # what needs no gradient in training is the program's: torch's pipelines ask for shapes with any memory
             first = self.tp.entrance in (0, self._number) and torch.is_grad_enabled() and not x.requires_grad
             (self.look_alike_first if first else self.look_alike)("the input", x)
         return x

@@ -222,6 +222,7 @@ def test_other_batches_on_the_ranks_of_a_tp_group_are_refused(name: str, sequenc
             part(input_ids=IDS, **({} if ctx.coord("tp") else {"labels": IDS}))
         batch = IDS + ctx.coord("dp")  # the ranks of dp have other batches
         part(input_ids=batch, labels=batch, use_cache=False).loss.backward()
+        part(inputs_embeds=torch.full((2, 8, 32), 1.0 + ctx.rank).double().requires_grad_())  # of another stage
 
     run_ranks(Mesh({"dp": 2, "tp": 2}), rank)
 

@@ -48,7 +48,9 @@ def watch_first(model: nn.Module, base: nn.Module, comm: Comm) -> None:
     def before(whose: object, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.compiler.is_compiling():
             given = named(model, args, kwargs) if args else kwargs  # signatures take longer to read
-            compare_inputs({name: t for name, t in given.items() if isinstance(t, Tensor)}, comm, whose)
+            # not hidden states: torch's pipelines ask a stage for shapes with any memory
+            compared = {n: t for n, t in given.items() if isinstance(t, Tensor) and not t.requires_grad}
+            compare_inputs(compared, comm, whose)
 
     if comm.size > 1:
         model.register_forward_pre_hook(partial(before, object()), with_kwargs=True, prepend=True)

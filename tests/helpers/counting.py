@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
-from unittest import mock
 
 from torch import Tensor
 
 from tpcore import Mesh, ParallelContext
+from tpcore.settings import CHECK, changed
 from tpcore.testing import ThreadBackend, run_ranks
 from tpcore.testing.threads import ThreadTransport
 
@@ -41,5 +40,5 @@ def counted(mesh: Mesh, fn: Callable[[ParallelContext], T]) -> tuple[list[T], li
         def connect(self, group: Any, rank: int) -> ThreadTransport:
             return Noting(group, rank, self._world)
 
-    with mock.patch.dict(os.environ, {"TPCORE_CHECK": "off"}):
+    with changed({CHECK.name: "off"}):
         return run_ranks(mesh, fn, backend=Counting), calls

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -146,7 +147,7 @@ class Stream(CBStreamer):
         config: Any,
         totals: dict[str, int],
         names: Names | None = None,
-        prompt: list[int] = [],  # noqa: B006  it is read alone
+        prompt: Sequence[int] = (),
         echo: tuple[str, list[int]] | None = None,
         **options: Any,
     ) -> None:

@@ -170,18 +170,9 @@ class Completions(_Sampled, CompletionHandler):
             inputs["echo"] = _echo(tokenizer, prompt, inputs)
         return inputs
 
-    async def _non_streaming(
-        self,
-        request_id: str,
-        model: Any,
-        processor: Any,
-        model_id: str,
-        inputs: Any,
-        gen_config: Any,
-        gen_manager: Any,
-        suffix: str | None = None,
-    ) -> JSONResponse:
+    async def _non_streaming(self, request_id: str, *request: Any) -> JSONResponse:
         """transformers' own has no log-probabilities."""
+        model, processor, model_id, inputs, gen_config, gen_manager = request
         parts, stream = await gen_manager.parts(model, processor, inputs, gen_config, request_id)
         asked, answered = len(inputs["input_ids"]), stream.total_tokens
         told = {} if gen_config.logprobs is None else {"logprobs": of_completion(_entries(parts))}

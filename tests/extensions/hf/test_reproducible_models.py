@@ -71,7 +71,7 @@ def latent() -> DeepseekV3ForCausalLM:
 
 
 def by_einsum(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **_: Any) -> Any:
-    weights = torch.einsum("bhqd,bhkd->bhqk", query, key).softmax(-1)
+    weights = torch.einsum("bhqd,bhkd->bhqk", [query, key]).softmax(-1)
     return (weights @ value).transpose(1, 2), None
 
 

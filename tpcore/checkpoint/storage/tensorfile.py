@@ -142,8 +142,9 @@ class TensorFile:
             # safetensors' own reader first: it detects every kind of damaged header
             with safe_open(path, "pt"):
                 pass
-            size = int.from_bytes(os.pread(self._fd, 8, 0), "little")
-            self._entries: dict[str, Any] = loads(os.pread(self._fd, size, 8), path)
+            self.read_bytes(memoryview(head := bytearray(8)), 0)
+            self.read_bytes(memoryview(text := bytearray(int.from_bytes(head, "little"))), 8)
+            self._entries: dict[str, Any] = loads(bytes(text), path)
         except BaseException as e:
             self.close()
             if isinstance(e, SafetensorError | OSError | RuntimeError) and not isinstance(e, CheckpointError):
@@ -152,7 +153,7 @@ class TensorFile:
             raise
         if 0 < resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2 < self._fd:  # below 0 for no limit
             self.close()
-        self._data = 8 + size
+        self._data = 8 + len(text)
         self.metadata: dict[str, str] = self._entries.pop("__metadata__", None) or {}
 
     def close(self) -> None:

@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from tpcore import nested
 from tpcore.layers.blocks import ALIGNED, products
 
 from ..plan.decisions import Cut
 from .forwards import columns_by_owner, own_forward, with_forward
 
-_OF_TWO = frozenset({"matmul", "__matmul__", "bmm"})
-_OF_OTHERS = frozenset({"baddbmm", "baddbmm_", "einsum"})
+_OF_TWO = frozenset({torch.matmul, torch.linalg.matmul, torch.bmm, Tensor.matmul, Tensor.__matmul__, Tensor.bmm})
+_OF_OTHERS = frozenset({torch.baddbmm, Tensor.baddbmm, Tensor.baddbmm_, torch.einsum})
 
 
 class _EachAlone(TorchFunctionMode):
@@ -26,17 +28,18 @@ class _EachAlone(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
-        if name == "scaled_dot_product_attention":
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
             return _attention(*args, **kwargs)
-        given = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)] if name in _OF_TWO | _OF_OTHERS else []
+        given = [*nested.tensors((args, kwargs))] if func in _OF_TWO | _OF_OTHERS else []
         if sum(t.ndim > 2 for t in given) < 2:  # or of one matrix, which every rank has
             return func(*args, **kwargs)
-        if name in _OF_OTHERS:
+        if func in _OF_OTHERS:
+            shapes = ", ".join(str(tuple(t.shape)) for t in given)
             raise ValueError(
-                f"torch.{name} of tensors of shapes {', '.join(str(tuple(t.shape)) for t in given)} between sharded "
-                "layers adds in an order of what a rank has of them: with reproducible= call torch.matmul, or leave "
-                "the module whole, plan={...: 'replicate'}"
+                f"torch.{func.__name__} of tensors of shapes {shapes} between sharded layers adds in an order of what "
+                "a rank has of them: with reproducible= call torch.matmul, or leave the module whole, plan={...: "
+                "'replicate'}"
             )
         x, y = (*args, *(kwargs[key] for key in ("input", "other", "mat2") if key in kwargs))[:2]
         out, made = kwargs.get("out"), products(x, y)

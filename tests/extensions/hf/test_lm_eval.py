@@ -69,7 +69,7 @@ def _figures(place: Path, program: str) -> tuple[list[str], list[int], Any]:
     done = forked.run(words, place, {**os.environ, **environment})
     assert done.returncode == 0, done.stderr[-3000:]
     lines = done.stdout.splitlines()
-    shape, said = json.loads(lines[-1])
+    shape, said = json.loads(next(line for line in lines if line.startswith("[[")))  # rank 1 prints too
     return [line for line in lines if line.startswith("|")], shape, said
 
 

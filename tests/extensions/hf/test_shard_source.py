@@ -221,7 +221,7 @@ def test_what_is_computed_for_its_file_is_no_shard(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(shards, "stored_as", lambda model, tensors: {name: t + 1 for name, t in tensors.items()})
 
     def rank(_: tpcore.ParallelContext) -> None:
-        with pytest.raises(CheckpointError, match="WeightSource sends it"):
+        with pytest.raises(CheckpointError, match="WeightSource gives it to all"):
             ShardSource(tpcore.parallelize(hf.llama()), Mesh({"tp": 1}), {})
 
     run_ranks(Mesh({"tp": 2}), rank)

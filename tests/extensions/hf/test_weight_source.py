@@ -66,9 +66,11 @@ def test_they_are_the_tensors_of_the_files(case: str, tmp_path: Path) -> None:
     made(make).save_pretrained(tmp_path)
     files = load_file(tmp_path / "model.safetensors")
 
-    def rank(_: tpcore.ParallelContext) -> None:
+    def rank(ctx: tpcore.ParallelContext) -> None:
         model = tpcore.parallelize(made(make), **options)
         assert_same(received(model), files)
+        last = ctx.mesh.size - 1
+        assert_same(dict(WeightSource(model, to=last)), files if ctx.rank == last else {})
         assert_same(received(model, torch.bfloat16), {name: t.bfloat16() for name, t in files.items()})
         with torch.no_grad():
             next(iter(model.parameters())).add_(1)  # the next time it sends the values of then
@@ -151,3 +153,18 @@ def test_each_byte_goes_once_in_the_dtype_of_the_engine() -> None:
 
     for sharded, calls in zip(*counted(Mesh({"tp": 2}), rank), strict=True):
         assert sum(call.nbytes for call in calls if call.dtype == "bfloat16") == sharded // 2
+
+
+def test_one_rank_alone_is_sent_what_it_lacks_once() -> None:
+    """Of dp's replicas one sends."""
+
+    def rank(_: tpcore.ParallelContext) -> int:
+        model = tpcore.parallelize(made(hf.llama))
+        whole = sum(t.nbytes for _, t in WeightSource(model, to=0, dtype=torch.bfloat16))
+        return whole - sum(p.nbytes for p in model.parameters()) // 2  # float32
+
+    lacks, calls = counted(Mesh({"dp": 2, "tp": 2}), rank)
+    sent = [[call.nbytes for call in of_rank if call.dtype == "bfloat16"] for of_rank in calls]
+    assert [sum(n) for n in sent] == [lacks[0]] * 4  # a piece in each call, from one rank to rank 0
+    with pytest.raises(ValueError, match="rank 2 is outside a mesh of 2 ranks"):
+        run_ranks(Mesh({"tp": 2}), lambda _: WeightSource(nn.Linear(2, 2), to=2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -20,9 +21,8 @@ from tpcore.layout.slices import Box, Region, narrowed
 from tpcore.runtime.consensus import gather
 from tpcore.runtime.context import current
 
-from .gathered import Gathered, whole_entries
+from .gathered import NO_MERGES, Gathered, Merge, whole_entries
 from .names import MERGED, stored_as
-from .source import state_of
 
 
 class ShardPiece(NamedTuple):
@@ -179,7 +179,7 @@ def _places(model: Any, entry: Gathered) -> dict[str, _Place]:
         stored = stored_as(model, {entry.name: tensor})
     for view in stored.values():
         if view is not tensor and view._base is not tensor:
-            raise CheckpointError(f"{entry.name} is computed for its file: WeightSource sends it, whole")
+            raise CheckpointError(f"{entry.name} is computed for its file: WeightSource gives it to all ranks, whole")
     return {name: _place(view, tensor) for name, view in stored.items()}
 
 
@@ -192,3 +192,12 @@ def _place(view: Tensor, tensor: Tensor) -> _Place:
     by_stride = {stride: dim for dim, stride in enumerate(tensor.stride()) if tensor.shape[dim] > 1}
     dims = tuple(by_stride[s] if n > 1 else None for n, s in zip(view.shape, view.stride(), strict=True))
     return _Place(tuple(view.shape), tuple(start), dims)
+
+
+def state_of(model: Any) -> tuple[Any, dict[str, Tensor], Mapping[str, Merge]]:
+    """The model of transformers in ``model``, its tensors by their names without adapters, and adapters to merge."""
+    if "peft" in sys.modules:  # no model has adapters before
+        from ..adapters.merged import merged_state
+
+        return merged_state(model)
+    return model, model.state_dict(keep_vars=True), NO_MERGES

@@ -124,7 +124,7 @@ INHERITED = {
     "tpcore_hf.adapters.lora": "_cast_input_dtype _get_in_out_features",
     "tpcore_hf.trainer": "_load_best_model _load_from_checkpoint _load_optimizer_and_scheduler _load_rng_state "
     "_move_model_to_device _save _save_optimizer_and_scheduler _train_batch_size",
-    "tpcore_neuron.stand_in.group": "_allgather_base _device_types _reduce_scatter_base _set_group_name",
+    "tpcore_neuron.stand_in.group": "_allgather_base _reduce_scatter_base _register_backend _set_default_backend",
     "tpcore_serve.batches": "_cb _parser _queue _request_id",
     "tpcore_serve.handlers": "_build_chunk_sse _build_completion _build_generation_config _non_streaming "
     "_resolve_model _streaming _valid_params_class _validate_request",

@@ -56,16 +56,12 @@ class LimitedGroup(_Base):  # type: ignore[misc]  # its stubs do not say what to
         self._device.limits.refuse("early_device", self._device.touched and not self._device.ready)
         self._device.ready = True
         self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
+        # which has the group's name, and says where torch.distributed puts the bytes of objects
+        self._register_backend(torch.device(NAME), dist.ProcessGroup.BackendType.CUSTOM, self._gloo)
+        self._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
 
     def getBackendName(self) -> str:
         return NAME
-
-    def _set_group_name(self, name: str) -> None:
-        self._name = name
-
-    @property
-    def group_name(self) -> str:
-        return self._name
 
     def _call(self, name: str, *args: Any) -> Any:
         """Gloo's ``name`` on the tensors' memory."""
@@ -143,11 +139,6 @@ class LimitedGroup(_Base):  # type: ignore[misc]  # its stubs do not say what to
 
     # by these names torch.distributed's functions call them
     all_gather_single, reduce_scatter_single, all_to_all_single = _allgather_base, _reduce_scatter_base, alltoall_base
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        """Where torch.distributed puts the bytes of objects."""
-        return [torch.device(NAME)]
 
     def barrier(self, opts: Any = None) -> Any:
         ranks = dist.get_process_group_ranks(self)

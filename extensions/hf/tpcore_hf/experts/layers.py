@@ -59,6 +59,8 @@ class ShardedExperts(ParallelModule):
 
     dispatch: Dispatch = Dispatch()
     _standard = False
+    _names: tuple[str, ...] = ()
+    """The arguments of the experts' own forward: torch.compile does not follow a look at its signature."""
     route: Route | None = None
     """How the last forward's tokens came to other ranks' experts, and why."""
 
@@ -83,6 +85,8 @@ class ShardedExperts(ParallelModule):
         """This rank's part of experts of transformers. ``specs``: of each of their parameters."""
         layer = filled(cls(specs, comm, ep), plain)
         layer._standard = has_known_form(plain)
+        parameters = inspect.signature(layer.own_forward).parameters.values()
+        layer._names = tuple(p.name for p in parameters if p.kind is not p.VAR_KEYWORD)
         for cut in specs.values():
             check_divides(layer, cut)
         if layer.of_a_rank is not None:
@@ -105,15 +109,15 @@ class ShardedExperts(ParallelModule):
         return super().forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        bound = inspect.signature(self.own_forward).bind(*args, **kwargs).arguments
+        kwargs = dict(zip(self._names[: len(args)], args, strict=True)) | kwargs
+        bound = {name: kwargs.pop(name) for name in self._names if name in kwargs}
         if self.sequences is not None and self.dispatch.capacity_factor is not None:
             bound |= self._with_seats(bound[_NUMBERS], bound[_WEIGHTS], self.sequences)
-        inputs = dict(bound.pop("kwargs", {}))
         if self.tp.blocks is not None:
-            return summed_in_blocks(self, inputs | bound)
+            return summed_in_blocks(self, kwargs | bound)
         choices = bound[_NUMBERS].shape if _NUMBERS in bound else None
         route = None if self.ep is None else self._routed(bound, self.ep)
-        inputs |= {name: self._entered(value, route) for name, value in bound.items()}
+        inputs = {name: self._entered(value, route) for name, value in bound.items()} | kwargs
         if self.of_a_rank is not None:
             inputs[_NUMBERS], inputs[_WEIGHTS] = self.local(inputs[_NUMBERS], inputs[_WEIGHTS], self.of_a_rank)
         parameters = self._parameters
@@ -180,8 +184,12 @@ class ShardedExperts(ParallelModule):
             # not every eager forward passes by numbers of experts that are not here: Nemotron-H's does not
             return grouped(self, one_by_one, *inputs.values())
         # by place: transformers' implementations have not GPT-OSS's names
-        bound = inspect.signature(self.own_forward).bind(**inputs)
-        return self.own_forward(*bound.args, **bound.kwargs)
+        placed = []
+        for name in self._names:
+            if name not in inputs:
+                break
+            placed.append(inputs.pop(name))
+        return self.own_forward(*placed, **inputs)
 
     @property
     def number_of_experts(self) -> int:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 plain_functions = torch._C.DisableTorchFunctionSubclass
@@ -20,6 +22,18 @@ in_transform = torch._C._are_functorch_transforms_active
 backward_node = torch._C._current_autograd_node
 backward_number = torch._C._current_graph_task_id
 """Of the backward that runs in this thread, or -1."""
+
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
+
+
+def recorded(*tensors: Tensor) -> bool:
+    """Whether operators become a graph now, or have no values: in torch.compile, torch.export, make_fx, torch.jit.trace
+    and on fake tensors. ``tensors``: some that they get."""
+    if torch.compiler.is_dynamo_compiling():
+        return True
+    modes = get_proxy_mode() is not None or torch._C._get_dispatch_mode(_FAKE) is not None
+    return modes or torch.jit.is_tracing() or any(isinstance(t, FakeTensor) for t in tensors)
+
 
 unwrapped = torch._C._functorch.get_unwrapped
 is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import refuse_forked
+from ..private import recorded
 from .order import InOrder
 from .transport import Op, Pending, Transport
 from .wrapper import Checked, Operators
@@ -53,7 +54,7 @@ class Comm:
     def called(self, name: str) -> Comm:
         """Set the name by which ``ParallelContext.named`` finds this Comm; return it."""
         self.name = name
-        # used under torch.compile, which cannot follow a collective into its library
+        # used where a graph is made, which cannot follow a collective into its library
         self.operators = self._graphs or Operators(self.group, self.size, name)
         return self
 
@@ -68,7 +69,7 @@ class Comm:
 
     @property
     def _active(self) -> Transport:
-        if torch.compiler.is_dynamo_compiling():
+        if recorded():
             return self.operators
         if os.getpid() != self._pid:
             refuse_forked(self._pid, self._rank)

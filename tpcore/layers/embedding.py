@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..comm import mappings as ops
 from ..comm.comm import Comm
 from ..layout.shard import ShardSpec
-from ..private import is_wrapped, unwrapped
+from ..private import is_wrapped, recorded, unwrapped
 from .adopt import checked_plain, filled
 from .blocks import check_divides
 from .features import Features, check_tokens_dim, cut_features, tokens_over
@@ -27,9 +27,9 @@ def exporting() -> bool:
 
 
 def check_ids(ids: Tensor, size: int, what: str, ignore: int | None = None, *, read: bool = True) -> None:
-    """Raise IndexError if an id is outside ``range(size)`` and not ``ignore``. It reads values; under torch.export and
-    torch.compile, and without ``read``, it is an assertion in the graph or the device's queue: a RuntimeError."""
-    if not read or exporting() or torch.compiler.is_dynamo_compiling():
+    """Raise IndexError if an id is outside ``range(size)`` and not ``ignore``. It reads values; where a graph is
+    made, and without ``read``, it is an assertion in the graph or the device's queue: a RuntimeError."""
+    if not read or exporting() or recorded(ids):
         if ids.is_meta:
             return
         fits = ids.clamp(0, size - 1) == ids

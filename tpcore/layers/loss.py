@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..comm import mappings as ops
 from ..comm.comm import Comm
+from ..private import recorded
 from ..runtime.context import current, is_initialized
 from ..runtime.digests import compare_inputs
 from .embedding import check_ids, own_places
@@ -28,8 +29,8 @@ DEVICE_CHUNK = 1 << 26
 
 
 def _eager(comm: Comm) -> bool:
-    """Whether Python may loop and write in place: not on lazy devices, and not under torch.compile."""
-    return comm.eager and not torch.compiler.is_dynamo_compiling()
+    """Whether Python may loop and write in place: not on lazy devices, and not into a graph."""
+    return comm.eager and not recorded()
 
 
 def _chunks(logits: Tensor, comm: Comm) -> Iterator[slice]:

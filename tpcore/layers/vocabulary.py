@@ -22,7 +22,7 @@ def words_of(logits: Tensor, vocab_size: int | None, group: Any, function: str) 
         logits, vocab_size = logits.words()
     vocab_size, logits = unpadded(logits) if vocab_size is None else vocab_size, plain(logits)
     width, columns = logits.shape[-1], logits.shape[-1] * comm.size
-    if vocab_size is None and width in comm.padded:
+    if vocab_size is None and width in [*comm.padded]:  # not by a hash, which a symbolic width has not
         raise ValueError(
             f"{function}: a layer with pad=True makes {width} features on each of "
             f"{comm.size} ranks, as many as these logits have; their padding would count as words of the "

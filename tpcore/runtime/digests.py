@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ..comm.comm import Comm
 from ..comm.mappings import transformed
-from ..comm.observer import plain
 from ..comm.signature import ALL, checked_calls
+from ..private import plain_functions, recorded
 from .consensus import gather
 
 _CHUNKS = 16
@@ -23,6 +23,9 @@ _PERIOD = 1009
 _PIECE = _PERIOD << 10  # whole numbers that are int64 at a time: a mask may have one for each pair of tokens
 _FIRST = 2
 _SHOWN = 8
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""What holds the bits of a number of so many bytes."""
+_WHOLE = frozenset({torch.bool, torch.int8, *_BITS.values()})
 
 Note = tuple[str, list[float]]
 """What should be equal on several ranks, and a digest of it."""
@@ -37,15 +40,21 @@ WHOLE_BATCH = (
 def compare_inputs(tensors: Mapping[str, Tensor], comm: Comm, whose: Hashable) -> None:
     """``compare_ranks`` of what the ranks of a tp group get from their programs, in the first calls of each kind, in a
     checked run in all. ``whose``: what is called, a number of it on ``comm``. Collective."""
-    if comm.size == 1 or not comm.eager or torch.compiler.is_compiling() or transformed():
-        return  # a lazy backend would run a program for each value that is read
-    tensors = {n: t for n, t in tensors.items() if t.layout is torch.strided and not t.is_nested}
+    if comm.size == 1 or transformed():
+        return
     most, kind = checked_calls(), (whose, torch.is_grad_enabled(), *tensors)
-    if comm.compared[kind] >= (most if most == ALL else min(most, _FIRST)) or any(t.is_meta for t in tensors.values()):
+    if comm.compared[kind] >= (most if most == ALL else min(most, _FIRST)) or not are_read(tensors, comm):
         return
     comm.compared[kind] += 1
     need = f"every rank of a tp group {WHOLE_BATCH}, and not the numbers of a process in the world"
     compare_ranks(tensors, comm, "ranks {} and {} of one tp group", need)
+
+
+def are_read(tensors: Mapping[str, Tensor], comm: Comm) -> bool:
+    """Whether the ranks of ``comm`` can compare ``tensors``: a graph that is made now would keep the comparison, and a
+    lazy backend would run a program for each value."""
+    traced = torch.compiler.is_compiling() or recorded(*tensors.values())
+    return comm.eager and not traced and not any(t.is_meta for t in tensors.values())
 
 
 def compare_ranks(tensors: Mapping[str, Tensor], comm: Comm, pair: str, need: str) -> None:
@@ -62,7 +71,8 @@ def compare_ranks(tensors: Mapping[str, Tensor], comm: Comm, pair: str, need: st
 
 
 def _shown(t: Tensor) -> str:
-    flat = plain(t.detach()).reshape(-1)[:_SHOWN].tolist()
+    with plain_functions():
+        flat = _numbers(t)[:_SHOWN].tolist()
     more = ", ..." if t.numel() > _SHOWN else ""
     return f"{list(t.shape)} of {', '.join(f'{x:.4g}' if isinstance(x, float) else str(x) for x in flat)}{more}"
 
@@ -78,10 +88,30 @@ def first_difference(notes_by_rank: Sequence[Sequence[Note]]) -> tuple[int, str,
 
 def digest(t: Tensor) -> list[float]:
     """Numbers of a tensor's size, of its sums and of some of its entries."""
-    flat = plain(t.detach()).reshape(-1)
+    with plain_functions():  # not those of the tensor's class
+        return _digest(_numbers(t))
+
+
+def _numbers(t: Tensor) -> Tensor:
+    """What can be compared of ``t``, flat: its bits where its dtype has no arithmetic, nothing of a tensor that has no
+    memory of its own."""
+    if t.layout is not torch.strided or t.is_nested or not _has_memory(type(t)):
+        return torch.zeros(0, device="cpu")
+    t = t.detach().int_repr() if t.is_quantized else t.detach()
+    t = torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
+    known = t.dtype in _WHOLE or (t.is_floating_point() and t.element_size() > 1)
+    return (t if known else t.view(_BITS[t.element_size()])).reshape(-1)
+
+
+def _has_memory(kind: type[Tensor]) -> bool:
+    """Whether tensors of this class are plain ones to torch's kernels, or say that they are: others wrap several."""
+    return kind.__torch_dispatch__ is Tensor.__torch_dispatch__ or getattr(kind, "tpcore_plain", False)
+
+
+def _digest(flat: Tensor) -> list[float]:
     if not flat.is_floating_point():
-        if flat.is_complex() or not flat.numel():
-            return [float(flat.numel())]
+        if not flat.numel():
+            return [0.0]
         flat = flat.cpu()  # a device may count in 32 bits alone
         places = torch.arange(min(_PIECE, flat.numel()), device="cpu") % _PERIOD + 1
         total = sum(int((part.to(torch.int64) * places[: len(part)]).sum()) for part in flat.split(_PIECE))

@@ -10,6 +10,7 @@ from torch import Tensor
 from tpcore.comm.comm import Comm
 from tpcore.comm.observer import Observer, plain
 from tpcore.comm.signature import call_site
+from tpcore.private import recorded
 from tpcore.runtime.consensus import gather
 from tpcore.runtime.digests import Note, digest, first_difference
 
@@ -32,7 +33,8 @@ class Checks(Observer):
 
     def same(self, name: str, t: Tensor, at: str = "") -> None:
         """Note a digest of ``t``. ``at``: where; by default the line outside of tpcore."""
-        if not t.is_meta and len(self.notes) < _MOST and not torch.compiler.is_compiling():
+        traced = torch.compiler.is_compiling() or recorded(t)
+        if not t.is_meta and len(self.notes) < _MOST and not traced:
             code, line = call_site()
             where = at or f"at {code.co_filename}:{line} in {code.co_name}"
             self.notes.append((f"{name} {where}", digest(t)))

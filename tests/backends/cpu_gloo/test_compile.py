@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextvars import Context
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -15,9 +16,13 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._functorch.aot_autograd import make_boxed_func
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import tpcore
 from tpcore.layout.mesh import Mesh
+from tpcore.nested import tensors
 from tpcore.runtime.context import ParallelContext, enter_process, leave_process
 from tpcore_cpu_gloo.backend import GlooBackend
 
@@ -47,6 +52,13 @@ class Model(nn.Module):
         x = x + self.out(y.transpose(1, 2).flatten(2))
         x = x + self.down(F.gelu(self.up(x)))
         return tpcore.parallel_cross_entropy(self.head(x), target, 0.1).mean()
+
+
+class Loss(nn.Module):
+    """Of the first word, which one rank has."""
+
+    def forward(self, logits: Tensor) -> Tensor:
+        return tpcore.parallel_cross_entropy(logits, torch.zeros_like(logits[..., 0], dtype=torch.int64))
 
 
 def _step(run: nn.Module, model: nn.Module, *given: Tensor) -> list[Tensor]:
@@ -170,6 +182,63 @@ def test_where_asked_for_graphs_hold_functional_collectives_alone(two: RankPool,
         assert "_c10d_functional.all_gather_into_tensor.default" in found
         assert "_c10d_functional.reduce_scatter_tensor.default" in found or not tokens
         assert {name.partition(".")[0] for name in found} == {"_c10d_functional"}
+
+
+LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "column": (lambda: tpcore.ColumnParallelLinear(8, 12), lambda: torch.randn(2, 8)),
+    "row": (lambda: tpcore.RowParallelLinear(8, 6), lambda: torch.randn(2, 8)),
+    "qkv": (lambda: tpcore.ParallelQKV(8, 4, 1, fused=True), lambda: torch.randn(2, 8)),
+    "embedding": (lambda: tpcore.ParallelEmbedding(12, 8), lambda: torch.randint(12, (2, 3))),
+    "loss": (Loss, lambda: torch.randn(2, 8)),
+}
+
+
+def _without_values(layer: nn.Module, x: Tensor) -> Callable[[Tensor], object]:
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = layer(mode.from_tensor(x))
+
+    def program(x: Tensor) -> object:
+        y = layer(x)
+        assert [t.shape for t in tensors(fake)] == [t.shape for t in tensors(y)]
+        return y
+
+    return program
+
+
+REAL = {"_allow_non_fake_inputs": True}  # a layer's own place in the group
+TRACERS: dict[str, Callable[[nn.Module, Tensor], Callable[[Tensor], object]]] = {
+    "make_fx": lambda layer, x: make_fx(layer)(x),
+    "make_fx before autograd": lambda layer, x: make_fx(layer, pre_dispatch=True)(x),
+    **{
+        f"make_fx, {mode}": lambda layer, x, mode=mode: partial(
+            make_fx(partial(functional_call, layer), tracing_mode=mode, **REAL)(dict(layer.named_parameters()), x),
+            dict(layer.named_parameters()),
+        )
+        for mode in ("fake", "symbolic")
+    },
+    "export": lambda layer, x: torch.export.export(layer, (x,), strict=False).module(),
+    "fake tensors": _without_values,
+    "trace": lambda layer, x: torch.jit.trace(layer, x, check_trace=False),
+}
+
+
+def _traced(ctx: ParallelContext, tracer: str) -> None:
+    torch.manual_seed(0)
+    for name, (make, example) in LAYERS.items():
+        layer = make()
+        comm = ctx.comm("tp")
+        comm.entrance, calls = 0, comm.compared.total()  # as a program's first layer
+        program = TRACERS[tracer](layer, example())
+        assert comm.compared.total() == calls, name  # nothing was compared, and no graph keeps a comparison
+        x = example()  # other values
+        torch.testing.assert_close(program(x), layer(x), msg=lambda text, name=name: f"{name}: {text}")
+        assert comm.compared.total() > calls or name in ("row", "loss")
+
+
+@pytest.mark.parametrize("two", ["cpu_gloo"], indirect=True)
+@pytest.mark.parametrize("tracer", TRACERS)
+def test_a_tracer_gets_the_collectives_and_reads_nothing(two: RankPool, tracer: str) -> None:
+    two.run(TWO, _traced, tracer)
 
 
 def _inside_a_block(ctx: ParallelContext) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch.testing._internal.two_tensor import TwoTensor
 
 from tpcore.runtime.digests import Note, digest, first_difference
 
@@ -80,3 +81,47 @@ def test_masks_of_many_pieces_are_told_apart() -> None:
     other[-1, -1] = False
     assert not _differ(mask, mask.clone())
     assert _differ(mask, other)
+
+
+def _bits(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    return lambda t: t.to(torch.int8).view(dtype)
+
+
+SMALL = "float8_e4m3fn", "float8_e8m0fnu", "float4_e2m1fn_x2", "int4"
+OF_ANY_KIND: dict[str, Callable[[Tensor], Tensor]] = {
+    "quantized": lambda t: torch.quantize_per_tensor(t, 1.0, 0, torch.qint8),
+    "quantized by channel": lambda t: torch.quantize_per_channel(t, torch.ones(4), torch.zeros(4), 0, torch.quint8),
+    "complex": lambda t: torch.complex(t, t).conj(),
+    "imaginary": lambda t: torch.complex(t, t).conj().imag,  # whose sign is lazy
+    "bools": lambda t: t > 8,
+    "unsigned": lambda t: t.to(torch.uint16),
+    **{name: _bits(getattr(torch, name)) for name in SMALL if hasattr(torch, name)},
+    "bits": lambda t: t.to(torch.int16).view(torch.bits16).t(),
+    "of a class": lambda t: t.as_subclass(Unreadable),
+}
+WITHOUT_MEMORY: dict[str, Callable[[Tensor], Tensor]] = {
+    "sparse": Tensor.to_sparse,
+    "compressed": Tensor.to_sparse_csr,
+    "of a library": Tensor.to_mkldnn,
+    "nested": lambda t: torch.nested.nested_tensor([t, t]),
+    "wrapped": lambda t: TwoTensor(t, t),
+}
+
+
+class Unreadable(Tensor):
+    """Has functions of its own for all that torch has."""
+
+    @classmethod
+    def __torch_function__(cls, *_: object, **__: object) -> Tensor:
+        raise TypeError
+
+
+@pytest.mark.filterwarnings("ignore")  # prototypes of torch, it says
+@pytest.mark.parametrize("kind", [*OF_ANY_KIND, *WITHOUT_MEMORY])
+def test_tensors_of_any_kind(kind: str) -> None:
+    make = (OF_ANY_KIND | WITHOUT_MEMORY)[kind]
+    data = torch.arange(16.0).reshape(4, 4)
+    other = data.clone()
+    other[2, 1] = 3.0
+    assert not _differ(make(data), make(data.clone()))
+    assert _differ(make(data), make(other)) == (kind in OF_ANY_KIND)

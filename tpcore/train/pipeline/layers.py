@@ -17,7 +17,7 @@ from ...layers.sharding import Sharding, sharding, stamp
 from ...layout.layout import Layout, Slot
 from ...runtime import random
 from ...runtime.context import current
-from ...runtime.digests import WHOLE_BATCH, compare_ranks
+from ...runtime.digests import WHOLE_BATCH, are_read, compare_ranks
 from .alike import check_layers, check_own_parameters, ends_of, one_call_for_all
 from .schedule import Recomputed, Schedule, is_microbatch, tick, where
 from .stage import LayerArguments, StageLayers, check_count, check_divides, check_told_apart
@@ -139,10 +139,8 @@ class PipelinedLayers(nn.Module):
 
     def compare(self, tensors: Mapping[str, Tensor], kind: str) -> None:
         """Compare what the stages need alike, and get from the program: once, in a checked run each time."""
-        if self.pp.size == 1 or not self.pp.eager or torch.compiler.is_compiling():
+        if self.pp.size == 1 or not are_read(tensors, self.pp):
             return
-        if any(t.is_meta for t in tensors.values()):
-            return  # a step is recorded
         if kind not in self._compared or self.context.observer is not None:
             self._compared.add(kind)
             compare_ranks(tensors, self.pp, "stages {} and {} of a pipeline", f"every stage {WHOLE_BATCH}")

@@ -15,7 +15,7 @@ from tpcore.comm.comm import Comm
 from tpcore.layers.context_parallel import Way
 from tpcore.layers.tokens import TokenOrder
 from tpcore.runtime.context import current
-from tpcore.runtime.digests import WHOLE_BATCH, compare_ranks
+from tpcore.runtime.digests import WHOLE_BATCH, are_read, compare_ranks
 
 from .. import private
 from ..plan.arguments import CACHES, named, takes
@@ -93,8 +93,7 @@ class DealtTokens:
     def _compare(self, batch: dict[str, Tensor]) -> None:
         """ValueError on all ranks if they have other sequences: looked for once, in a checked run each time."""
         once = self.compared and current().observer is None
-        traced = not self.comm.eager or torch.compiler.is_compiling() or any(t.is_meta for t in batch.values())
-        if not (once or traced):
+        if not once and are_read(batch, self.comm):
             compare_ranks(batch, self.comm, "ranks {} and {} of cp", f"every rank of cp {WHOLE_BATCH}")
             self.compared = True
 

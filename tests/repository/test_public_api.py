@@ -43,7 +43,7 @@ OTHERS = {
         "tpcore_nxd.overrides.transformer_overrides": "apply_rotary_pos_emb",
         "tpcore_nxd.modules.qkv_linear": "GQAQKVColumnParallelLinear",
         "tpcore_nxd.modules.rms_norm": "RMSNorm",
-        "tpcore_nxd.optimizer": "NeuronEPZero1Optimizer NeuronZero1Optimizer",
+        "tpcore_nxd.optimizer": "NeuronEPZero1Optimizer NeuronZero1Optimizer ZeroRedundancyOptimizer",
         "tpcore_nxd.optimizer.zero_redundancy_optimizer": "NeuronZero1Optimizer",
         "tpcore_nxd.pipeline.model": "NxDPPModel",
         "tpcore_nxd.trainer.checkpoint": "finalize_checkpoint has_checkpoint load_checkpoint save_checkpoint",

@@ -118,8 +118,8 @@ class NeuronZero1Optimizer(Zero1):
         checkpoint.load(output_dir, self, model_key="optimizer")
 
 
-NeuronEPZero1Optimizer = NeuronZero1Optimizer
-"""The other name: experts, by their marks or layers, are stepped over the dp ranks that have the same ones."""
+NeuronEPZero1Optimizer = ZeroRedundancyOptimizer = NeuronZero1Optimizer
+"""Other names, one of torch_xla: experts, by marks or layers, are stepped over the dp ranks that have the same ones."""
 
 
 def _check_groups(name: str, groups: Groups | None, *names: str) -> None:

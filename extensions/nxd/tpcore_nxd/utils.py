@@ -49,9 +49,9 @@ def _is_first(_: object = None) -> bool:
     return (current().rank if is_initialized() else settings.RANK.get()) == 0
 
 
-def master_print(*args: Any, fd: TextIO | None = None, flush: bool = True) -> None:
-    """Print on rank 0, to ``fd`` or stdout."""
-    if _is_first():
+def master_print(*args: Any, fd: TextIO | None = None, local: bool = False, flush: bool = True) -> None:
+    """Print on rank 0, to ``fd`` or stdout; ``local``: on the first rank of each host."""
+    if settings.LOCAL_RANK.get() == 0 if local and settings.LOCAL_RANK.is_set else _is_first():
         out = fd or sys.stdout
         out.write(f"{' '.join(map(str, args))}\n")
         if flush:

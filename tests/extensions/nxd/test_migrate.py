@@ -110,17 +110,17 @@ def at(findings: list[Finding], line: int) -> list[tuple[str, str | None, str]]:
 def test_a_script_of_the_first_release() -> None:
     script = Script(NXD_01)
     _, _, *rest = NXD_01.replace(" neuronx_distributed", " tpcore_nxd").splitlines()
-    imports = ["import tpcore, tpcore_nxd.utils", "import tpcore_nxd as neuronx_distributed"]
-    calls = ["tpcore.optimizer_step(", "    optimizer)", "tpcore_nxd.utils.mark_step()"]
-    assert script.rewritten().splitlines() == [*imports, *rest[:-4], *calls]
-    assert at(script.findings, 7)[0][1] == "nothing"
+    imports = ["import tpcore_nxd.xla.core.xla_model as xm", "import tpcore_nxd as neuronx_distributed"]
+    assert script.rewritten().splitlines() == [*imports, *rest]
+    assert at(script.findings, 7) == []  # with tpcore_nxd.xla torch knows "xla"
+    assert (script.stays, script.by_hand) == (0, 1)
     saves = at(script.findings, 10)
     assert {new for _, new, _ in saves} == {"tpcore_nxd.parallel_layers.checkpointing.save"}
     assert any("save_xser: a ValueError" in note for _, _, note in saves)
     (step,) = at(script.findings, 11)
-    assert step[:2] == ("torch_xla.core.xla_model.optimizer_step", "tpcore.optimizer_step(optimizer)")
+    assert step[:2] == ("torch_xla.core.xla_model.optimizer_step", "tpcore_nxd.xla.core.xla_model.optimizer_step")
     assert "tp times too small" in step[2]
-    assert at(script.findings, 14)[0][1] == "tpcore_nxd.utils.mark_step()"
+    assert at(script.findings, 14) == []
     assert at(script.findings, 9) == []  # the same call
 
 
@@ -214,9 +214,11 @@ def test_modules(line: str, rewritten: str | None, use: str, findings: int) -> N
         ("y = self.x.xla()", "self.x.xla", 0),
         ("parser.add_argument('--device', default='xla')", "'xla'", 0),
         ("dist.init_process_group(backend='xla')", "dist.init_process_group(backend='xla')", 0),
-        ("import torch_xla", "import torch_xla", 1),
-        ("from torch_xla.core import xla_model as xm, xla_builder", "from torch_xla.core import xla_builder", 2),
-        ("import torch_xla.core.xla_model as xm; xm.unlazy(x)", "torch_xla.core.xla_model.unlazy", 1),
+        ("import torch_xla; torch_xla.compile(f)", "torch_xla.compile", 0),
+        ("from torch_xla.core import xla_model as xm, xla_builder", "from torch_xla.core import xla_builder", 1),
+        ("import torch_xla.core.xla_model as xm; xm.unlazy(x)", "torch_xla.core.xla_model.unlazy", 0),
+        ("import torch_xla.core.xla_model as xm; f(device='xla:1')", "'xla:1'", 0),
+        ("import torch_xla.core.xla_model as xm; xm = 1; f(device='xla')", "'xla'", 0),
         ("importlib.import_module('torch_xla.runtime')", "importlib.import_module('torch_xla.runtime')", 1),
         ("import torch_neuronx", "import torch_neuronx", 1),
         # after the rewriting of its import it is in another module
@@ -307,7 +309,7 @@ def test_every_counterpart_is_there() -> None:
     """Each new name of the tables can be imported; those of TRL where that is, which is not among pinned packages."""
     for old, to in TABLES.items():
         module, _, name = str(to.new).rpartition(".")
-        if not old.startswith("torch_xla") and (find_spec("trl") or "SFT" not in name):
+        if find_spec("trl") or "SFT" not in name:
             assert hasattr(importlib.import_module(module), name), old
 
 
@@ -327,8 +329,8 @@ def test_the_command(write: bool, tmp_path: Path) -> None:
     (tmp_path / ".venv/library.py").write_text(NXD_18)
     done = CliRunner().invoke(app, ["migrate", str(tmp_path), *(["--write"] if write else [])])
     assert done.exit_code == 1, done.output
-    assert "2 uses of xla devices and groups" in done.output  # and save_xser=True, which raises
-    assert f"{tmp_path}/old.py:11: torch_xla.core.xla_model.optimizer_step -> tpcore.opt" in done.output
+    assert "1 uses of xla devices and groups" in done.output  # save_xser=True, which raises
+    assert f"{tmp_path}/old.py:11: torch_xla.core.xla_model.optimizer_step -> tpcore_nxd.xla" in done.output
     assert "broken.py: not read, SyntaxError" in done.output
     assert "1 files with findings" in done.output
     assert (tmp_path / "old.py").read_text() == (Script(NXD_01).rewritten() if write else NXD_01)
@@ -349,72 +351,41 @@ def test_the_command(write: bool, tmp_path: Path) -> None:
     assert "nbconvert" in done.output
 
 
-def xla(call: str) -> str:
-    return f"import torch_xla.core.xla_model as xm\n{call}\n"
+XM = "import torch_xla.core.xla_model as xm\n"
 
 
 @pytest.mark.parametrize(
-    ("text", "want", "work"),
+    ("text", "want"),
     [
-        (xla("xm.mark_step()  # a"), "import tpcore_nxd.utils\ntpcore_nxd.utils.mark_step()  # a\n", False),
+        (f"{XM}xm.all_reduce('sum', x, groups=g)  # a\n", None),
+        ("from torch_xla.core.xla_model import (\n    mark_step as step,\n)\nstep()\n", None),
+        ("import os, torch_xla.runtime as xr\n", None),
+        ("import torch_xla\ntorch_xla.sync()\n", "import tpcore_nxd.xla as torch_xla\ntorch_xla.sync()\n"),
         (
-            xla("xm.master_print(f'{xm.get_ordinal()}', x, flush=True)"),
-            "import tpcore, tpcore_nxd.utils\n"
-            "tpcore_nxd.utils.master_print(f'{tpcore.current().rank}', x, flush=True)\n",
-            False,
+            "if 1:\n    import torch_xla.distributed.xla_backend\ndist.init_process_group('xla')\n",
+            "if 1:\n    import tpcore_nxd.xla as torch_xla, tpcore_nxd.xla.distributed.xla_backend\n"
+            "dist.init_process_group('xla')\n",
         ),
         (
-            xla("loss = xm.optimizer_step(o, barrier=True, groups=xm.get_ordinal())"),
-            "import tpcore\nloss = tpcore.optimizer_step(o)\n",
-            False,
-        ),
-        (
-            "if 1:\n    import os, torch_xla.runtime as xr  # b\n    n = xr.world_size()\n",
-            "if 1:\n    import os; import tpcore  # b\n    n = tpcore.current().mesh.size\n",
-            False,
-        ),
-        (
-            "from torch_xla.core.xla_model import (\n    mark_step as step,\n    save,\n)\nstep()\nsave(x)\n",
-            "from torch_xla.core.xla_model import save; import tpcore_nxd.utils\n"
-            "tpcore_nxd.utils.mark_step()\nsave(x)\n",
-            True,
-        ),
-        (
-            "from torch_xla.core import xla_model as xm\nxm.is_master_ordinal(local=False)\n",
-            "import tpcore_nxd.parallel_state\ntpcore_nxd.parallel_state.is_global_rank_zero()\n",
-            False,
-        ),
-        # arguments that mean something else, a function that is no call, a name that is bound otherwise: as they were
-        (xla("xm.is_master_ordinal()"), None, True),
-        (xla("xm.optimizer_step(o, optimizer_args={'closure': f})"), None, True),
-        (xla("xm.optimizer_step(*o)"), None, True),
-        (xla("f = xm.mark_step"), None, True),
-        (xla("xm = None\nxm.mark_step()"), None, True),
-        (xla("def f(xm): xm.mark_step()"), None, True),
-        # one use stays, so its import stays beside the new one
-        (
-            xla("xm.mark_step(); xm.save(x, y)"),
-            "import torch_xla.core.xla_model as xm; import tpcore_nxd.utils\n"
-            "tpcore_nxd.utils.mark_step(); xm.save(x, y)\n",
-            True,
+            f"{XM}x.to(\"xla\").cat(torch.ones(2, device='xla'))\n",
+            f"{XM.replace('torch_', 'tpcore_nxd.')}x.to(xm.xla_device()).cat(torch.ones(2, device=xm.xla_device()))\n",
         ),
     ],
 )
-def test_calls_of_torch_xla(text: str, want: str | None, work: bool, tmp_path: Path) -> None:
-    """Those that mean the same here are rewritten; an import goes with its last use; the diff is what --write does."""
+def test_scripts_for_torch_xla(text: str, want: str | None, tmp_path: Path) -> None:
+    """Calls stay, devices become calls; the diff is what --write does, and the second time nothing is left."""
     script = Script(text)
-    assert script.rewritten() == (want or text)
-    ast.parse(script.rewritten())
-    assert script.stays == work
+    want = want or text.replace("torch_xla", "tpcore_nxd.xla")
+    assert script.rewritten() == want
     (tmp_path / "s.py").write_text(text)
     done = CliRunner().invoke(app, ["migrate", str(tmp_path / "s.py"), "--diff"])
-    assert done.exit_code == work, done.output
-    added = [line[1:] for line in done.stdout.splitlines()[2:] if line[0] in "+ "]
-    assert added == (want.splitlines() if want else [])
+    assert done.exit_code == 0, done.output
+    assert [line[1:] for line in done.stdout.splitlines()[2:] if line[0] in "+ "] == want.splitlines()
     found = json.loads(CliRunner().invoke(app, ["migrate", str(tmp_path / "s.py"), "--json"]).stdout)
-    assert (found["imports_that_stay"], len(found["findings"])) == (work, len(script.findings))
+    assert (found["imports_that_stay"], len(found["findings"])) == (0, len(script.findings))
     CliRunner().invoke(app, ["migrate", str(tmp_path / "s.py"), "--write"])
-    assert (tmp_path / "s.py").read_text() == (want or text)
+    assert (tmp_path / "s.py").read_text() == want
+    assert Script(want).findings == []
 
 
 # -- tpcore doctor ------------------------------------------------------------------------------------------

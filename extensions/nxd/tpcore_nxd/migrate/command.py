@@ -17,14 +17,14 @@ from .script import Script
 
 def migrate(
     path: Path = typer.Argument(help="A script, or a directory whose Python files are read."),
-    write: bool = typer.Option(False, "--write", help="Rewrite imports and calls in place."),
+    write: bool = typer.Option(False, "--write", help="Rewrite imports and devices in place."),
     diff: bool = typer.Option(False, "--diff", help="Print what --write changes, as a diff that patch takes."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON for programs."),
 ) -> None:
     """Show what changes in scripts for other libraries.
 
     For NeuronX Distributed, optimum-neuron, Megatron and fairscale. Nothing is run. --write rewrites imports, and
-    calls of torch_xla that have the same meaning here; all else stays byte for byte. Exit status 1 while there is work
+    devices of xla; all else stays byte for byte. Exit status 1 while there is work
     for hands: something has no counterpart, an import of an old library stays, a device of xla, or a call that raises.
 
     \b

@@ -13,12 +13,11 @@ from pkgutil import resolve_name
 @dataclass(frozen=True)
 class Counterpart:
     """The name here for a name of another library. ``new`` None: there is none, and ``note`` says what to do.
-    ``same_call``: the call stays as it is, so rewriting the import is enough. ``rewrite``: how a call is rewritten."""
+    ``same_call``: the call stays as it is, so rewriting the import is enough."""
 
     new: str | None
     note: str = ""
     same_call: bool = True
-    rewrite: str = ""
 
 
 def _rows(file: str) -> Iterator[list[str]]:
@@ -28,13 +27,15 @@ def _rows(file: str) -> Iterator[list[str]]:
             yield [*line.split("\t"), "", "", "", ""][:5]
 
 
-NXD, _STATE, _NEW_STATE = "neuronx_distributed", "megatron.core.parallel_state", "tpcore_nxd.parallel_state"
+_STATE, _NEW_STATE = "megatron.core.parallel_state", "tpcore_nxd.parallel_state"
+PACKAGES = {"neuronx_distributed": "tpcore_nxd", "torch_xla": "tpcore_nxd.xla"}
+"""Packages whose modules and names are here by their own paths."""
 _MPU = ("megatron.core.mpu", "megatron.mpu")
 """Other names of Megatron's parallel_state."""
-FAMILIES = (NXD, "fairscale.nn.model_parallel", "megatron", "optimum.neuron", "torch_xla", "torch_neuronx", "neuronxcc")
+FAMILIES = (*PACKAGES, "fairscale.nn.model_parallel", "megatron", "optimum.neuron", "torch_neuronx", "neuronxcc")
 
 _MEANINGS = [*_rows("meanings.tsv")]
-_ROWS = {old: Counterpart(new or None, note, not call, how) for old, new, call, note, how in _rows("names.tsv")}
+_ROWS = {old: Counterpart(new or None, note, not call) for old, new, call, note, _ in _rows("names.tsv")}
 TABLES = {old: to for old, to in _ROWS.items() if to.new is not None}
 TRANSFORMERS = {old: to for old, to in TABLES.items() if old.startswith("transformers.")}
 """What scripts of optimum-neuron import of transformers 4, and 5 has not."""
@@ -51,13 +52,13 @@ def counterpart(name: str) -> Counterpart | None:
     if name in TABLES:
         return TABLES[name]
     owner = next((known for known in TABLES if name.startswith(f"{known}.")), None)
-    if owner is not None and not owner.startswith("torch_xla"):
+    if owner is not None:
         to = TABLES[owner]
         return Counterpart(to.new and f"{to.new}{name.removeprefix(owner)}", "", to.same_call)
-    for old, here in ((_STATE, _NEW_STATE), (NXD, "tpcore_nxd")):
+    for old, here in ((_STATE, _NEW_STATE), *PACKAGES.items()):
         if _within(name, old) and _exists(new := f"{here}{name.removeprefix(old)}"):
             return Counterpart(new)
-    if not _within(name, _STATE) and not _within(name, NXD):
+    if not any(_within(name, old) for old in (_STATE, *PACKAGES)):
         return _module(name) or _gone(name)
     fits = [old for old in _ABSENT if _within(name, old)]
     return _ABSENT[max(fits, key=len)] if fits else Counterpart(None, "no counterpart")
@@ -71,7 +72,7 @@ def _module(name: str) -> Counterpart | None:
     """The counterpart of a module with names in the tables: the module here that has all of them as they are,
     or those from which the script has to import them itself."""
     names = {old.removeprefix(f"{name}."): to for old, to in TABLES.items() if old.startswith(f"{name}.")}
-    if not names or name.startswith("torch_xla"):
+    if not names:
         return None
     names = {old: to for old, to in names.items() if "." not in old} or names
     homes = sorted({str(to.new).rpartition(".")[0] for to in names.values()})

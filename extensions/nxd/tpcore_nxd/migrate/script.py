@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import ast
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .calls import Edit, rewritten_call
-from .names import NXD, Counterpart, counterpart, notes_on, old_library
+from .names import PACKAGES, Counterpart, counterpart, notes_on, old_library
 
 
 @dataclass(frozen=True)
@@ -22,6 +21,9 @@ class Finding:
     note: str = ""
 
 
+Edit = tuple[int, int, int, int, str]
+"""First line and byte, last line and byte of a part of the script, and other text for it."""
+_XLA = PACKAGES["torch_xla"]
 _DEVICE = "this rank's device, whatever the backend; before initialization tpcore_nxd.utils.get_device()"
 
 
@@ -59,12 +61,11 @@ class Script:
             if new is None:
                 continue
             self._found(alias.lineno, f"import {alias.name}", new, new.new and f"import {new.new}")
-            # without a name of its own the script goes on by the old package's name, of which NxD's is kept
-            if new.new and new.same_call and (alias.asname or first == NXD):
-                self._moved[local] = new.new if alias.asname else "tpcore_nxd"
-                text = f"{new.new} as {alias.asname}" if alias.asname else f"tpcore_nxd as {NXD}"
-                rest = "" if alias.asname or new.new == "tpcore_nxd" else f", {new.new}"
-                self._edit(alias, text + rest)
+            # without a name of its own the script goes on by the old package's name, which is kept where all is here
+            if new.new and new.same_call and (alias.asname or first in PACKAGES):
+                whole = new.new if alias.asname else PACKAGES[first]
+                self._moved[local] = whole
+                self._edit(alias, f"{whole} as {local}{'' if new.new == whole else f', {new.new}'}")
             else:
                 self.stays += 1
 
@@ -127,81 +128,53 @@ class Script:
             for note, must in notes_on(new.new or "", calls[id(node)]) if id(node) in calls else ():
                 self.by_hand += must
                 self.findings.append(Finding(node.lineno, name, new.new, note))
-        self._calls(tree, calls)
         for call in calls.values():
             dynamic = _imported_by_call(call)
             if old_library(dynamic):
                 of = counterpart(dynamic) or Counterpart(None)
                 self._found(call.lineno, ast.unparse(call), of, of.new)
                 self.stays += 1
-        self._xla(tree, [call for call in calls.values() if ast.unparse(call.func).endswith("init_process_group")])
+        self._xla(tree, [*calls.values()])
 
-    def _xla(self, tree: ast.AST, starts: list[ast.Call]) -> None:
-        """Every device of xla, in whatever call or comparison; of groups, which ``starts`` make, the call."""
+    def _xla(self, tree: ast.AST, calls: list[ast.Call]) -> None:
+        """Every device of xla, rewritten where it is an argument that can only be one; and groups of the script's."""
+        starts = [call for call in calls if ast.unparse(call.func).endswith("init_process_group")]
         groups = {id(node): call for call in starts for node in ast.walk(call)}
+        devices = {id(keyword.value) for call in calls for keyword in call.keywords if keyword.arg == "device"}
+        devices |= {
+            id(arg) for call in calls if ast.unparse(call.func).endswith((".to", ".device")) for arg in call.args
+        }
+        known = _XLA in self.text or any(to.startswith(_XLA) for to in self._moved.values())
+        here = self._device(tree)
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and node.attr in ("is_xla", "xla"):
-                self.by_hand += 1
-                self.findings.append(Finding(node.lineno, ast.unparse(node), "tpcore.current().device", _DEVICE))
+                self._by_hand(node, ast.unparse(node), "tpcore.current().device", _DEVICE)
             if not (isinstance(node, ast.Constant) and re.fullmatch(r"xla(:\d*)?", str(node.value))):
                 continue
-            self.by_hand += 1
+            text = self._lines[node.lineno - 1][node.col_offset : node.end_col_offset]
             if call := groups.get(id(node)):
                 note = "tpcore joins the job by itself; a group that the script makes otherwise is used"
-                self.findings.append(Finding(call.lineno, ast.unparse(call), "nothing", note))
-            else:
-                self.findings.append(Finding(node.lineno, repr(node.value), "tpcore.current().device", _DEVICE))
-
-    def _calls(self, tree: ast.AST, calls: dict[int, ast.Call]) -> None:
-        """Rewrite calls of torch_xla that have a counterpart, and the imports of names that nothing uses then."""
-        names = [n for n in ast.walk(tree) if isinstance(n, ast.Name)]
-        left, homes = Counter(n.id for n in names), defaultdict(set)
-        bound = {n.id for n in names if not isinstance(n.ctx, ast.Load)}  # may be something else where it is called
-        bound |= {n.arg for n in ast.walk(tree) if isinstance(n, ast.arg)}
-        for node, name, _ in self._chains(tree):
-            call, to = calls.get(id(node)), counterpart(name)
-            edits = rewritten_call(call, to) if call is not None and to is not None and to.new else None
+                if not known:  # importing tpcore_nxd.xla has made it known to torch
+                    self._by_hand(call, ast.unparse(call), "nothing", note)
             # in an f-string a node has another place before Python 3.12
-            local = ast.unparse(node).split(".")[0]
-            if to is None or edits is None or self._text(node) != ast.unparse(node) or local in bound:
-                continue
-            self._edits += edits
-            left[local] -= 1
-            homes[local].add(str(to.new).partition("(")[0].rpartition(".")[0])
-        for statement in ast.walk(tree):
-            if isinstance(statement, ast.Import | ast.ImportFrom):
-                whole = isinstance(statement, ast.ImportFrom)
-                local_names = {a: a.asname or (a.name if whole else a.name.partition(".")[0]) for a in statement.names}
-                if new := {home for local in local_names.values() for home in homes[local]}:
-                    unused = [a for a, local in local_names.items() if homes[local] and not left[local]]
-                    self._import_new(statement, unused, new)
+            elif here and id(node) in devices and text.strip(b"\"'") == b"xla":
+                self.findings.append(Finding(node.lineno, repr(node.value), here))
+                self._edits.append((node.lineno, node.col_offset, node.lineno, node.end_col_offset or 0, here))
+            else:
+                self._by_hand(node, repr(node.value), "tpcore.current().device", _DEVICE)
 
-    def _import_new(self, node: ast.Import | ast.ImportFrom, unused: list[ast.alias], homes: set[str]) -> None:
-        """Import ``homes`` beside what ``node`` imports, or instead, where nothing of it is used any more."""
-        new = f"import {', '.join(sorted(homes))}"
-        end = node.end_lineno or 0, node.end_col_offset or 0
-        if unused and not any((node.lineno, node.col_offset) <= edit[:2] < end for edit in self._edits):
-            self.stays -= len(unused)
-            names = {f"import {a.name}" for a in unused} | {
-                f"from {getattr(node, 'module', '')} import {a.name}" for a in unused
-            }
-            here = range(node.lineno, end[0] + 1)
-            gone = [f for f in self.findings if f.line in here and f.old in names]
-            self.findings = [Finding(f.line, f.old, new) if f in gone else f for f in self.findings]
-            kept = [a for a in node.names if a not in unused]
-            if kept:
-                rest: ast.stmt = ast.Import(kept)
-                if isinstance(node, ast.ImportFrom):
-                    rest = ast.ImportFrom(node.module, kept, node.level)
-                new = f"{ast.unparse(rest)}; {new}"
-            self._edit(node, new)
-        else:
-            self._edits.append((*end, *end, f"; {new}"))
+    def _by_hand(self, node: ast.expr, old: str, new: str, note: str) -> None:
+        self.by_hand += 1
+        self.findings.append(Finding(node.lineno, old, new, note))
 
-    def _text(self, node: ast.expr) -> str:
-        if node.lineno != node.end_lineno:
-            return ""
-        return self._lines[node.lineno - 1][node.col_offset : node.end_col_offset].decode()
+    def _device(self, tree: ast.AST) -> str | None:
+        """The call of this rank's device, by the name that the script has for xla_model everywhere; None without."""
+        bound = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
+        bound |= {n.arg for n in ast.walk(tree) if isinstance(n, ast.arg)}
+        imports = [n for n in getattr(tree, "body", ()) if isinstance(n, ast.Import | ast.ImportFrom)]
+        names = [alias.asname or alias.name for node in imports for alias in node.names]
+        known = (n for n in names if self._moved.get(n) == f"{_XLA}.core.xla_model" and n not in bound)
+        return next((f"{name}.xla_device()" for name in known), None)
 
     def _chains(self, tree: ast.AST) -> Iterator[tuple[ast.expr, str, str | None]]:
         """Longest dotted names that begin with an imported one, what they stand for, and what they reach
@@ -223,7 +196,7 @@ class Script:
         self._edits.append((node.lineno, node.col_offset, *end, text))
 
     def rewritten(self) -> str:
-        """The script with other imports and calls, and with every other byte as it was."""
+        """The script with other imports and devices, and with every other byte as it was."""
         lines = [*self._lines]
         for line, column, end_line, end_column, text in sorted(self._edits, reverse=True):
             at = (line, column), (end_line, end_column)

@@ -1,0 +1,26 @@
+"""``torch.distributed.init_process_group("xla")``, on gloo where torch_xla is not installed."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch.distributed as dist
+
+
+def _gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+    return dist.ProcessGroupGloo(store, rank, size, timeout)
+
+
+def _environment(url: str, **_: Any) -> Any:
+    return dist.rendezvous("env://")
+
+
+if find_spec("torch_xla"):
+    import_module("torch_xla.distributed.xla_backend")
+elif "xla" not in dist.Backend.backend_list:
+    dist.Backend.register_backend("xla", _gloo, devices=["cpu"])
+    for scheme in ("xla", "pjrt"):
+        dist.register_rendezvous_handler(scheme, _environment)

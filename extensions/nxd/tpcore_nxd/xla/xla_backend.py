@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 
-def _gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+def _gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
     return dist.ProcessGroupGloo(store, rank, size, timeout)
 
 

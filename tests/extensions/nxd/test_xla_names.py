@@ -181,7 +181,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("how", ["torchrun", "spawn", "alone"])
+@pytest.mark.parametrize("how", [*(pytest.param(h, marks=pytest.mark.slow) for h in ("torchrun", "spawn")), "alone"])
 def test_a_script_without_neuronx_distributed(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As shipped but for what ``tpcore migrate`` rewrites: its own group named "xla", or processes of its own."""
     from tpcore_nxd.migrate.script import Script

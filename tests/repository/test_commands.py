@@ -126,7 +126,12 @@ def there(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-TABLES = "backends", "explain {} --plan auto --tp 2 --seq-len 4", "plan {} --devices 2 --seq-len 4 --batch 4 --all"
+TABLES = (
+    "backends",
+    "explain {} --plan auto --tp 2 --seq-len 4",
+    "export {} --tp 3",
+    "plan {} --devices 2 --seq-len 4 --batch 4 --all",
+)
 
 
 @pytest.mark.parametrize("words", TABLES)

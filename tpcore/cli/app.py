@@ -26,6 +26,7 @@ app = typer.Typer(
     Docs: docs/first-hour.md
     """,
     no_args_is_help=True,
+    context_settings={"help_option_names": ["--help", "-h"]},  # those of its commands too
     rich_markup_mode=None,  # whose panels cut the names of options where a terminal has 80 columns
     pretty_exceptions_enable=False,  # its tracebacks print local variables, here whole tensors
 )

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from itertools import zip_longest
 from typing import Any
 
 import torch
 import typer
 from rich.console import Console
 from rich.status import Status
-from rich.table import Table
 
-_WIDE = 1000
-_MANY = 1000
-"""Rows that rich sets in some seconds."""
+_NAME = 24
+"""Columns that a word has for itself; a longer one is a name or a path, and goes on in the next line."""
 
 
 def printable(text: str, keep: str = "") -> str:
@@ -28,32 +27,64 @@ def echo(text: object, *, err: bool = False) -> None:
     typer.echo(printable(str(text), "\n\t"), err=err)
 
 
-class _Printable(Table):
-    def add_row(self, *cells: Any, **options: Any) -> None:
-        super().add_row(*(printable(c) if isinstance(c, str) else c for c in cells), **options)
+class Table:
+    """Rows below titles. Columns in ``right`` have numbers, which stand at the right and are not broken."""
+
+    def __init__(self, *titles: str, right: Collection[str] = ()) -> None:
+        self._right = [title in right for title in titles]
+        self._rows = [(titles, True)]
+
+    def add_row(self, *cells: str, bold: bool = False) -> None:
+        rest = [""] * (len(self._right) - len(cells))
+        self._rows.append(((*(printable(cell) for cell in cells), *rest), bold))
+
+    def lines(self, width: int | None) -> Iterator[str]:
+        """As wide as ``width``, or, if None, so wide that nothing is broken."""
+        widths = self._widths(width)
+        for row, bold in self._rows:
+            columns = [_broken(cell, at) for cell, at in zip(row, widths, strict=True)]
+            for cells in zip_longest(*columns, fillvalue=""):
+                each = zip(cells, widths, self._right, strict=True)
+                line = "  ".join(cell.rjust(at) if right else cell.ljust(at) for cell, at, right in each).rstrip()
+                yield typer.style(line, bold=True) if bold and line else line
+
+    def _widths(self, width: int | None) -> list[int]:
+        """What each column needs, and of the room that is left shares by what it wishes for."""
+        columns = [*zip(*(row for row, _ in self._rows), strict=True)]
+        whole = [max(map(len, column)) for column in columns]
+        words = [max((len(word) for cell in column for word in cell.split()), default=0) for column in columns]
+        least = [a if right else min(w, _NAME) for a, w, right in zip(whole, words, self._right, strict=True)]
+        wish = sum(whole) - sum(least)
+        room = wish if width is None else max(0, width - 2 * (len(whole) - 1) - sum(least))
+        if wish <= room:
+            return whole
+        return [low + room * (high - low) // wish for low, high in zip(least, whole, strict=True)]
 
 
-def table_of(*titles: str, right: Collection[str] = ()) -> Table:
-    """An empty table; columns in ``right`` have numbers, which stand at the right and are not broken."""
-    table = _Printable(box=None, pad_edge=False)
-    for title in titles:
-        table.add_column(title, overflow="fold", justify="right" if title in right else "left", no_wrap=title in right)
-    return table
+def _broken(text: str, width: int) -> Iterator[str]:
+    """Lines of at most ``width``: words, and of a longer one, a name, its parts up to a dot, a dash and their like."""
+    line = ""
+    for word in re.findall(r"\s*\S+", text):
+        for part in [word] if len(word.strip()) <= width else re.findall(r"[^._/-]*[._/-]|[^._/-]+", word):
+            if line and len(line) + len(part) > width:
+                yield line
+                line = part.lstrip()
+            else:
+                line += part
+            while len(line) > width:
+                yield line[:width]
+                line = line[width:]
+    yield line
 
 
 def show(*parts: str | Table) -> None:
-    """Print texts as they are, so that a command line in them can be copied, and tables as wide as the terminal: for a
-    file or a pipe, or of many rows, so wide that no name is broken."""
-    console = Console(highlight=False, markup=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, markup=False, width=_WIDE)
+    """Print texts as they are, so that a command line in them can be copied, and tables as wide as the terminal, for a
+    file or a pipe so wide that no name is broken."""
+    console = Console()
+    width = console.width if console.is_terminal else None
     for part in parts:
-        if isinstance(part, Table) and part.row_count > _MANY:
-            rows = [*zip(*([str(column.header), *map(str, column.cells)] for column in part.columns), strict=True)]
-            widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-            echo("\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows))
-        elif isinstance(part, Table):
-            console.print(part)
+        if isinstance(part, Table):
+            typer.echo("\n".join(part.lines(width)), color=console.is_terminal)
         else:
             echo(part)
 

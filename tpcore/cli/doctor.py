@@ -18,7 +18,7 @@ from ..backend import registry
 from ..errors import BackendError
 from ..extras import LIBRARIES, untested
 from ..runtime.init import default_backend
-from .console import table_of, tell
+from .console import Table, tell
 
 Section = dict[str, str]
 
@@ -133,7 +133,7 @@ def backends(as_json: bool = typer.Option(False, "--json", help="Print a JSON li
     Docs: docs/getting-started.md
     """
     installed, reasons = registry.backends(), []
-    table = table_of("backend", "from", "usable here", "group sizes", "traces")
+    table = Table("backend", "from", "usable here", "group sizes", "traces")
     for info in installed:
         usable, sizes, traces = "yes" if info.usable else "no, see below", "?", "?"
         if info.capabilities:
@@ -166,7 +166,7 @@ def compile_ahead(
     """
     programs = registry.backend_class(backend).compile_ahead(command, nprocs)
     numbers = "runs", "operations"
-    table = table_of("program", *numbers, "parameters", "collectives", "at", right=numbers)
+    table = Table("program", *numbers, "parameters", "collectives", "at", right=numbers)
     for info in programs:
         size, site = f"{info.parameter_bytes / 1e6:.3g} MB", os.path.relpath(info.site.partition(" in ")[0])
         table.add_row(info.digest, str(info.runs), str(info.operations), size, info.collectives or "none", site)

@@ -18,7 +18,7 @@ from rich.progress import Progress as Bar
 
 from tpcore.checkpoint.storage.files import Progress
 from tpcore.cli.commands import Commands
-from tpcore.cli.console import bytes_of, echo, table_of, tell
+from tpcore.cli.console import Table, bytes_of, echo, tell
 
 checkpoint = typer.Typer(
     cls=Commands,
@@ -175,7 +175,7 @@ def inspect_(src: Src, model_key: Key = "model", cut: Cuts = None, trust: Trust 
     with _reporting(True):
         inspected = inspect_checkpoint(src, **reading)
     total = sum(row.bytes for row in inspected.rows)
-    table = table_of("name", "shape", "dtype", "cut", "on each rank", "bytes", right=("bytes",))
+    table = Table("name", "shape", "dtype", "cut", "on each rank", "bytes", right=("bytes",))
     for row in inspected.rows:
         shape, local = ("x".join(map(str, dims)) or "scalar" for dims in (row.shape, row.local))
         table.add_row(row.name, shape, row.dtype, row.cut, local, f"{row.bytes:,}")
@@ -213,7 +213,7 @@ def diff(
     rows = [  # with text in place of infinity and NaN, which JSON lacks
         {k: str(v) if isinstance(v, float) and v - v != 0 else v for k, v in d._asdict().items()} for d in differences
     ]
-    table = table_of("name", "difference", "max absolute", "max relative")
+    table = Table("name", "difference", "max absolute", "max relative")
     for d in differences:
         kind = d.why is not None and not d.absolute
         amounts = ("", "") if kind else (f"{d.absolute:.3g}", f"{d.relative:.3g}")

@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from rich.table import Table
-from rich.text import Text
 
-from tpcore.cli.console import dtype_of, echo, numbers_of, table_of, tell, working
+from tpcore.cli.console import Table, dtype_of, echo, numbers_of, tell, working
 from tpcore.errors import extra
 
 from .explain import Collective, Explanation, Program, StageCost, explain
@@ -100,7 +98,7 @@ def _parts(explanation: Explanation) -> Iterator[str | Table]:
 
 def _memory(program: Program, *, staged: bool) -> Table:
     numbers = ("elements", "parameters", "gradients", "optimizer", "together")
-    table = table_of("on each rank", *numbers, right=numbers)
+    table = Table("on each rank", *numbers, right=numbers)
     cut = "cut, or of this stage" if staged else "cut over tp"
     for name, cuts in ((cut, (True,)), ("held in full", (False,)), ("all", (True, False))):
         elements, *nbytes = sizes(p for p in program.parameters if p.cut in cuts)
@@ -118,21 +116,23 @@ def _stage(cost: StageCost) -> str:
 
 def _traffic(program: Program) -> Table:
     """One row for each kind, under the phase and the group; the sums over a group below."""
-    table = table_of("collective", "bytes", "times", "sent", right=("bytes", "times", "sent"))
+    table = Table("collective", "bytes", "times", "sent", right=("bytes", "times", "sent"))
     above = ""
     for call, module, times in kinds(program.collectives):
         title = f"{call.phase}, {_group(call)}"
         if title != above:
-            table.add_row(title, style="bold")
+            table.add_row(title, bold=True)
             above = title
         label = f"  {call.op} of {call.dtype} {list(call.shape)}"
         line = os.path.basename(call.site.partition(" in ")[0])
         at = ", ".join(part for part in (module, line) if part)
         row = size(call.nbytes), str(times), size(times * call.sent)
-        table.add_row(Text(f"{label}\n    {at}" if at else label), *row)
+        table.add_row(label, *row)
+        if at:
+            table.add_row(f"    {at}")
     for group in dict.fromkeys(map(_group, program.collectives)):
         calls = [c for c in program.collectives if _group(c) == group]
-        table.add_row(f"all over {group}", "", str(len(calls)), size(sum(c.sent for c in calls)), style="bold")
+        table.add_row(f"all over {group}", "", str(len(calls)), size(sum(c.sent for c in calls)), bold=True)
     return table
 
 

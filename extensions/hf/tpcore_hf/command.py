@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from tpcore.cli.console import table_of, tell, working
+from tpcore.cli.console import Table, tell, working
 from tpcore.errors import extra
 
 
@@ -38,7 +38,7 @@ def export(
     with working("reading the files"):
         found = findings(folder, wanted, tp)
     taken = all(finding.level != LEVELS[0] for finding in found)
-    table = table_of("", "about", "finding", "remedy")
+    table = Table("", "about", "finding", "remedy")
     for finding in sorted(found, key=lambda finding: LEVELS.index(finding.level)):
         table.add_row(finding.level, finding.subject, finding.text, finding.remedy)
     verdict = f"{wanted or engine} {'takes' if taken else 'does not take'} {folder}"

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.table import Table
 
-from tpcore.cli.console import bytes_of, dtype_of, table_of, tell, working
+from tpcore.cli.console import Table, bytes_of, dtype_of, tell, working
 from tpcore.errors import extra
 from tpcore_explain.summary import save_pictures, size
 
@@ -101,9 +100,9 @@ def _tables(plans: MeshPlan, everything: bool) -> Iterator[Table | str]:
     """The best in five columns, for which a terminal of 80 has room; or all plans, and the parts of each."""
     rows = plans.rows if everything else plans.rows[:_BEST]
     numbers = "step", "tokens/s", "of peak", "memory"
-    meshes = table_of("mesh; microbatches", *numbers, right=numbers)
+    meshes = Table("mesh; microbatches", *numbers, right=numbers)
     kinds = list(dict.fromkeys(kind for row in rows for kind in row.memory))
-    memory, time = table_of("memory of", *kinds, right=kinds), table_of("time of", "in the step")
+    memory, time = Table("memory of", *kinds, right=kinds), Table("time of", "in the step")
     for row in rows:
         cells = f"{row.step:.3g} s", f"{row.tokens_per_second:,.0f}", f"{row.efficiency:.0%}", size(row.nbytes)
         meshes.add_row(str(row.choice), *cells)

@@ -13,7 +13,7 @@ import typer
 
 from tpcore import settings
 from tpcore.backend.registry import load_backend
-from tpcore.cli.console import echo, show, table_of, tell, working
+from tpcore.cli.console import Table, echo, show, tell, working
 from tpcore.processes.launch import launch
 from tpcore.runtime.init import choose_backend
 
@@ -131,7 +131,7 @@ def _tell(verdict: ModelVerdict, first: bool, as_json: bool) -> NoReturn:
 
 
 def _show(report: Report) -> None:
-    table = table_of("what", "dtype", "cases", "worst error", "allowed", "")
+    table = Table("what", "dtype", "cases", "worst error", "allowed", "")
     for row in report.rows:
         figures = (f"{row.error:.1e}", f"{row.allowed:.1e}") if row.allowed else (f"{row.error:.3g}", "exact")
         table.add_row(row.what, row.dtype, str(row.cases), *figures, "WRONG" if row.wrong else "ok")

@@ -22,6 +22,7 @@ from torch import Tensor
 
 import tpcore
 import tpcore_hf
+from tpcore.comm.order import tree
 from tpcore.layout.mesh import Mesh
 from tpcore.runtime.context import ParallelContext, use
 from tpcore.testing import run_ranks
@@ -29,7 +30,8 @@ from tpcore.testing import run_ranks
 from .harness import Contestant, conditions, race, table
 
 MOST, MICROBATCHES = 8, 4
-MESHES = ({"tp": 1}, {"tp": 2}, {"tp": 4}, {"dp": 2, "tp": 2}, {"dp": 4, "tp": 1})
+MESHES: tuple[dict[str, int], ...] = ({"tp": 1}, {"tp": 2}, {"tp": 4}, {"dp": 2, "tp": 2}, {"dp": 4, "tp": 1})
+MESHES += ({"pp": 2, "tp": 2}, {"pp": 2, "dp": 2, "tp": 1})
 DTYPES = (torch.float32, torch.bfloat16)
 _TINY: dict[str, Any] = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8}
 _GATED = _TINY | {"intermediate_size": 128, "num_key_value_heads": 4, "pad_token_id": 0}
@@ -88,33 +90,43 @@ def digest(state: Mapping[str, Tensor]) -> str:
     return found.hexdigest()[:12]
 
 
-def trained(what: Trained, dtype: torch.dtype, steps: int, zero: bool, ctx: ParallelContext) -> tuple[list[Any], str]:
-    """The losses, the norms and the hash of the weights after ``steps`` clipped ones."""
+def trained(
+    what: Trained, dtype: torch.dtype, steps: int, zero: bool, ctx: ParallelContext
+) -> tuple[list[Any], dict[str, Tensor]]:
+    """The losses, the norms and this stage's weights after ``steps`` clipped ones."""
     torch.manual_seed(0)
-    model = tpcore_hf.parallelize(what.made().to(dtype), **what.sharded)
-    named, dp = model.named_parameters(), ctx.mesh.axes.get("dp", 1)
+    mine = MICROBATCHES // ctx.mesh.axes.get("dp", 1)
+    staged: dict[str, Any] = {"num_microbatches": mine} if ctx.mesh.axes.get("pp", 1) > 1 else {}
+    model = tpcore_hf.parallelize(what.made().to(dtype), **what.sharded, **staged)
+    pipe, named = tpcore.PipelineModel(model, mine) if staged else None, model.named_parameters()
     optimizer = tpcore.Zero1(what.optimizer, named, lr=1e-3) if zero else what.optimizer(named, lr=1e-3)
-    mine, first, seen = MICROBATCHES // dp, ctx.mesh.coords(ctx.rank).get("dp", 0), []
+    first, seen = ctx.mesh.coords(ctx.rank).get("dp", 0), []
     for step in range(steps):
         batch = torch.randint(3, 96, (MICROBATCHES, 2, 32), generator=torch.Generator().manual_seed(step))
         optimizer.zero_grad()
-        losses = []
-        for ids in batch[first * mine :][:mine]:
-            losses.append(model(input_ids=ids, labels=ids).loss)
-            (losses[-1] / mine).backward()
+        batch = batch[first * mine :][:mine]
+        if pipe is None:
+            losses = []
+            for ids in batch:
+                losses.append(model(input_ids=ids, labels=ids).loss / mine)
+                losses[-1].backward()
+            loss = tree(losses).detach()
+        else:
+            loss = pipe.run_train(input_ids=batch.flatten(0, 1), labels=batch.flatten(0, 1))
         norm = tpcore.optimizer_step(optimizer, max_norm=1.0)
-        seen.append((ctx.data.all_gather(torch.stack(losses).detach(), 0).tolist(), norm.item()))
-    return seen, digest(tpcore_hf.full_state_dict(model))
+        seen.append((ctx.data.all_reduce(loss.view(1)).item() / ctx.data.size, norm.item()))
+    return seen, tpcore_hf.full_state_dict(model)
 
 
 def on(
     axes: dict[str, int], what: Trained, dtype: torch.dtype, steps: int, *, zero: bool = False, most: int | None = MOST
 ) -> tuple[list[Any], str]:
-    """``trained`` on a mesh of threads, the same on all ranks. ValueError if it is not."""
+    """``trained`` on a mesh of threads, with the hash of all weights. ValueError unless all ranks have the same."""
     every = run_ranks(Mesh(axes), partial(trained, what, dtype, steps, zero), reproducible=most)
-    if any(found != every[0] for found in every):
+    seen, whole = every[0][0], {name: t for _, state in every for name, t in state.items()}
+    if any(other != seen or digest(whole | state) != digest(whole) for other, state in every):
         raise ValueError(f"{what} on {axes}: the ranks differ")
-    return every[0]
+    return seen, digest(whole)
 
 
 def bits(steps: int, models: list[str]) -> None:

@@ -22,6 +22,8 @@ in_transform = torch._C._are_functorch_transforms_active
 backward_node = torch._C._current_autograd_node
 backward_number = torch._C._current_graph_task_id
 """Of the backward that runs in this thread, or -1."""
+when_backward_ends = torch.autograd.Variable._execution_engine.queue_callback
+"""Calls a function at the end of the backward that runs in this thread."""
 
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 

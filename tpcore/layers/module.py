@@ -141,7 +141,7 @@ class ParallelModule(nn.Module):
         if most is not None and not self.tp.blocks:
             raise ValueError(
                 f"{type(self).__name__}: with reproducible={most} sums are over groups of a power of two of ranks up "
-                f"to {most}, and its group has {self.tp.size}: pass a larger number to tpcore.init"
+                f"to {most}, and its group has {self.tp.size}: take such a group, or a larger number in tpcore.init"
             )
         return most
 

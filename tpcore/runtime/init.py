@@ -100,13 +100,13 @@ def init(
         timeout: seconds that a collective waits for a rank before every rank gets an error; default
             ``TPCORE_TIMEOUT`` or 120.
         reproducible: a power of two, the largest degree of tp up to which losses and weights have the same bits as at
-            any other: what ranks add is computed in so many blocks, at tp=1 too, and added in one tree
-            (docs/reproducible.md). None: they are computed as is fastest.
+            any other, and at any dp and pp: what ranks add is computed in so many blocks, at tp=1 too, and added in one
+            tree (docs/reproducible.md). None: they are computed as is fastest.
         others: none; a TypeError for another axis says which there are.
 
     Raises:
         ValueError: pp times ep times cp times tp does not divide the world; or the job cannot be ``reproducible``, for
-            pp, ep, cp, a degree that is no power of two, or several threads on a CPU.
+            ep, cp, a degree that is no power of two, or several threads on a CPU.
         RuntimeError: it is called twice.
         BackendError: the backend is missing or cannot run here.
     """

@@ -7,7 +7,6 @@ import torch
 from ..layout.mesh import Mesh
 
 _UNLIKE = {
-    "pp": "the schedule of a pipeline adds the microbatches' gradients in an order of its stages",
     "ep": "an expert's product is over the tokens of all ep ranks at once, and over those of one at ep=1",
     "cp": "attention adds what each of the cp ranks has of the keys, in parts of the sizes that these have",
 }

@@ -17,7 +17,8 @@ from ..runtime.context import current
 
 def norm_in_order(gradients: Iterable[tuple[Tensor, Tensor | None]], p: float, device: torch.device | None) -> Tensor:
     """The norm of full gradients, of pairs (parameter, this rank's part or None): of numbers that are the same at every
-    degree, one for each whole gradient or block of a sharded one, gathered, sorted and added in a tree. Collective."""
+    degree, one for each whole gradient or block of a sharded one, gathered, sorted and added in a tree, where zeros
+    change nothing. Collective."""
     numbers: dict[Comm | None, list[Tensor]] = defaultdict(list)
     wide = torch.float32
     for parameter, grad in gradients:
@@ -29,12 +30,20 @@ def norm_in_order(gradients: Iterable[tuple[Tensor, Tensor | None]], p: float, d
     found = []
     for comm in sorted(numbers, key=lambda comm: () if comm is None else comm.group.axes):
         mine = torch.stack([n.to(wide).pow(p) for n in numbers[comm]]) if numbers[comm] else torch.zeros(1, dtype=wide)
-        found.append(mine.to(device) if comm is None else comm.all_gather(mine.to(device), 0))
+        found.append(mine.to(device) if comm is None else _gathered(mine.to(device), comm))
     total = torch.cat(found or [torch.zeros(1, dtype=wide, device=device)]).sort(descending=True).values
     while len(total) > 1:
         total = F.pad(total, (0, len(total) % 2))
         total = total[::2] + total[1::2]
     return total.squeeze(0).pow(1 / p)
+
+
+def _gathered(mine: Tensor, comm: Comm) -> Tensor:
+    """All ranks' numbers, with zeros behind those of a pipeline's stage that has fewer than another."""
+    if "pp" in comm.group.axes and comm.eager:
+        most = comm.all_reduce(torch.tensor([len(mine)], device=mine.device), "max").item()
+        mine = F.pad(mine, (0, int(most) - len(mine)))
+    return comm.all_gather(mine, 0)
 
 
 def _blocks(grad: Tensor, mark: Sharding | None, most: int) -> Iterator[Tensor]:

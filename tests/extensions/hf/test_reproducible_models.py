@@ -26,7 +26,7 @@ QUICK = [
     ("Llama, heads of 4 features, eager attention", "float32", 2),
     ("OLMo 2, sequence parallel", "float32", 1),
     ("Mixtral", "float32", 2),
-    ("Llama, LoRA, sequence parallel", "float32", 2),
+    ("Llama, LoRA, sequence parallel", "float32", 5),
 ]
 REST = [
     (name, dtype, 1 + (i + step) % (len(MESHES) - 1))

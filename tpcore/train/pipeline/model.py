@@ -13,36 +13,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from ...comm.order import tree
 from ...layers.adopt import become
 from ...runtime import random
+from ...runtime.gradients import TreeSum, held, sums_of
 from .alike import find_layers
 from .layers import PipelinedLayers
-from .schedule import Schedule, is_microbatch, tick, where
+from .schedule import Backward, Schedule, is_microbatch, tick, where
 from .stage import LayerArguments, check_count, chosen, microbatches
-
-
-class _Later(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, gradient: list[Tensor]) -> Tensor:
-        ctx.gradient = gradient
-        return x.new_zeros(1)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.gradient.pop(), None
-
-
-class Backward:
-    """The backward of the graph that made ``x``, to be run later. It does not keep ``x``."""
-
-    def __init__(self, x: Tensor) -> None:
-        self._gradient: list[Tensor] = []
-        self._end: Tensor | None = _Later.apply(x, self._gradient) if x.requires_grad else None
-
-    def __call__(self, gradient: Tensor) -> None:
-        if self._end is not None:
-            self._gradient.append(gradient)
-            self._end.backward(torch.zeros_like(self._end))
 
 
 class _AtLayers(Exception):
@@ -82,6 +60,12 @@ class Lockstep:
         self._forward: Tensor | None = None  # the activation received from the previous stage
         self._gradient: Tensor | None = None  # the gradient received from the next stage
         self._losses: list[Tensor] = []
+        inside = set(engine.layers.parameters())
+        self._inside = sums_of(inside)
+        self._outside = sums_of(p for p in engine.model.parameters() if p not in inside)
+        self._held: dict[int, dict[TreeSum, Tensor]] = {}
+        """By microbatch, the gradients outside of the layers: the backward before these comes later than that behind
+        them, in turns with other microbatches', and the two are one number of the sums."""
 
     def run(self, end_tick: Callable[[], None]) -> Tensor:
         """The sum of the losses. ``end_tick`` is called at the end of each tick."""
@@ -95,7 +79,7 @@ class Lockstep:
                 self._run_backward(t, out)
             self._forget(t)
             end_tick()
-        return torch.stack(self._losses).sum()
+        return tree(self._losses)
 
     def _call(self, m: int) -> Any:
         """Call the model on a microbatch; every call draws the same random numbers."""
@@ -176,7 +160,8 @@ class Lockstep:
         if self._train:
             self._entered[m] = entered
             scaler = self._engine.scaler  # scales alike on all ranks
-            (loss if scaler is None else scaler.scale(loss)).backward()
+            with held(self._outside, self._held.setdefault(m, {})):
+                (loss if scaler is None else scaler.scale(loss)).backward()
         self._losses.append(loss.detach())
         return hidden.grad if hidden.grad is not None else torch.zeros_like(hidden)
 
@@ -185,12 +170,17 @@ class Lockstep:
         x = self._input_of(t).detach().requires_grad_()
         with torch.enable_grad():
             y = self._run_stage(x, schedule.backward_of(t), lambda: tick(0, x))  # computed again, so that none counts
-        torch.autograd.backward(y, self._gradient_at(t, out))
+        idle = schedule.returned(t + self._stage.place) is None  # its zeros are no number of the sums
+        with held(self._inside if idle else (), {}):
+            torch.autograd.backward(y, self._gradient_at(t, out))
         grad = x.grad if x.grad is not None else torch.zeros_like(x)
         self._gradient = pp.permute(grad, self._back)
         m = schedule.returned(t)
         if m is not None:
-            self._entered.pop(m)(pp.broadcast(grad, 0))
+            with held(self._outside, self._held[m]):
+                self._entered.pop(m)(pp.broadcast(grad, 0))
+            for of, gradient in self._held.pop(m).items():
+                of.add(gradient)
 
     def _input_of(self, t: int) -> Tensor:
         """This stage's input of the microbatch whose backward it runs at tick ``t``: stage ``r`` ran its
@@ -249,6 +239,11 @@ class PipelineModel:
         self.model, self.num_microbatches = model, check_count(num_microbatches)
         self.loss, self.shared, self.scaler = loss, frozenset(shared), scaler
         self.layers = pipelined_layers(model, num_microbatches)
+        if (most := self.layers.context.reproducible) is not None and not self.layers.pp.eager:
+            raise ValueError(
+                f"PipelineModel with reproducible={most} on a lazy backend, where stages run one program, which adds "
+                "zeros for ticks without a microbatch: use PipelinedLayers"
+            )
 
     def run_train(self, *args: Any, **kwargs: Any) -> Tensor:
         """Run forward and backward of a batch; return its loss, detached and the same on every stage. Gradients of

@@ -100,6 +100,30 @@ class Recomputed(torch.autograd.Function):
         return None, *(next(grads) if needs else None for needs in ctx.needs_input_grad[1:])
 
 
+class _Later(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gradient: list[Tensor]) -> Tensor:
+        ctx.gradient = gradient
+        return x.new_zeros(1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.gradient.pop(), None
+
+
+class Backward:
+    """The backward of the graph that made ``x``, to be run later. It does not keep ``x``."""
+
+    def __init__(self, x: Tensor) -> None:
+        self._gradient: list[Tensor] = []
+        self._end: Tensor | None = _Later.apply(x, self._gradient) if x.requires_grad else None
+
+    def __call__(self, gradient: Tensor) -> None:
+        if self._end is not None:
+            self._gradient.append(gradient)
+            self._end.backward(torch.zeros_like(self._end))
+
+
 def tick(number: int, like: Tensor) -> Tensor:
     """``number`` as a one-element tensor, moved to the device so that it is no constant of a program."""
     return torch.tensor([number]).to(like.device, non_blocking=True)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tpcore.comm.comm import Comm
 from tpcore.layers.sharding import Sharding, sharding
-from tpcore.private import backward_number, recorded
+from tpcore.private import backward_number, recorded, when_backward_ends
 from tpcore.runtime.digests import compare_inputs
 
 from ..plan.arguments import named
@@ -97,7 +97,7 @@ class FirstBackwards:
             return
         if (backward := backward_number()) not in self.gradients:
             self.gradients[backward] = {}
-            torch.autograd.Variable._execution_engine.queue_callback(partial(self.compare, backward))
+            when_backward_ends(partial(self.compare, backward))
         self.gradients[backward][name] = _digest(p.grad)
         self.noise = max(self.noise, torch.finfo(p.grad.dtype).eps)
 

@@ -329,6 +329,16 @@ def test_the_page_on_backends_names_all_that_a_plugin_may_write() -> None:
     assert {name for name in methods if name[0] != "_" and f"| `{name}(" not in table} == set()
 
 
+@pytest.mark.parametrize("page", sorted((ROOT / "docs/reference").glob("*.md")), ids=lambda p: p.stem)
+def test_reference_shows_every_class_in_use(page: Path) -> None:
+    """In Python that is run with the page, or on a guide that it links."""
+    text = page.read_text()
+    guides = [page, *(page.parent / link for link in re.findall(r"\]\((\S+\.md)", text))]
+    code = "\n".join(s.code for guide in guides for s in snippets(guide) if s.language == "python")
+    classes = {name.rpartition(".")[2] for name in re.findall(r"^::: (\S+\.[A-Z]\w+)$", text, re.MULTILINE)}
+    assert {name for name in classes if not re.search(rf"\b{name}\b", code)} == set()
+
+
 def test_reference_has_every_public_name() -> None:
     import tpcore  # here: a page's process is spared it
 

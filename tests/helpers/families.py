@@ -93,6 +93,7 @@ ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 SECTIONS = {**ROPE, "mrope_section": [1, 1, 2]}
 WHOLE_ROPE = {"partial_rotary_factor": 1.0}
 HYBRID = {"mamba_n_heads": 8, "mamba_d_head": 8}
+PICTURE = {"image_size": 32, "patch_size": 8, "num_attention_heads": 4, "intermediate_size": 64}
 SPECIAL: dict[str, dict[str, Any]] = {
     "aria": {"projector_patch_to_query_dict": {16: 4}},
     "bamba": {**HYBRID, "attn_layer_indices": [1], "mamba_d_state": 16},
@@ -104,6 +105,21 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "t5gemma2_encoder": {"mm_tokens_per_image": 4},
     "idefics": {"cross_layer_interval": 1, **_named("freeze_text_layers freeze_vision_layers", False)},
     "led": {"attention_window": 4},
+    "fsmt": _named("src_vocab_size tgt_vocab_size", 99),
+    "moonshine_streaming": {"num_key_value_heads": 4},
+    "moonshine_streaming_encoder": {"sliding_windows": [[16, 4]] * 2},
+    "mimi": {
+        **_named("upsample_groups codebook_dim vector_quantization_hidden_dimension", 32),
+        "num_filters": 4,
+        "num_quantizers": 2,
+    },
+    **_named(
+        "vibevoice_acoustic_tokenizer_encoder vibevoice_acoustic_tokenizer", {"num_filters": 4, "depths": [1] * 7}
+    ),
+    **_named(
+        "zamba zamba2",
+        {"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4, **_named("n_mamba_heads", 8)},
+    ),
     "mllama_vision_model": {"attention_heads": 4, "intermediate_layers_indices": [0], "vision_output_dim": 64},
     "mllama_text_model": {"cross_attention_layers": [1]},
     "sam_vision_model": {"global_attn_indexes": [1], "output_channels": 32},
@@ -113,11 +129,15 @@ SPECIAL: dict[str, dict[str, Any]] = {
         {"base_channels": 32, "channel_multiplier": [1, 1], "num_res_blocks": 1},
     ),
     "emu3": {"vocabulary_map": {"<image>": 98, "<|extra_200|>": 97, "<|visual token 000001|>": 96}},
-    "kyutai_speech_to_text": {"codebook_vocab_size": 9, "num_codebooks": 2, "audio_pad_token_id": 117},
+    "kyutai_speech_to_text": {"codebook_vocab_size": 99, "num_codebooks": 2, "audio_pad_token_id": 297},
     "blt": {"encoder_hash_byte_group_vocab": 40, "encoder_hash_byte_group_nb_functions": 1},
     **_named("blt_local_encoder blt_local_decoder", {"hidden_size_global": 32}),
     "hunyuan_vl_vision": {"max_image_size": 64, "text_hidden_size": 32},
-    **_named("got_ocr2_vision deepseek_ocr2_sam_vision_model", {"global_attn_indexes": [1], "output_channels": 32}),
+    "got_ocr2_vision": {"global_attn_indexes": [1], "output_channels": 32},
+    **_named(
+        "deepseek_ocr2_sam_vision_model unlimited_ocr_sam_vision_model",
+        {"global_attn_indexes": [1], "output_channels": 32, "downsample_channels": [32, 32]},
+    ),
     **_named("qwen2_5_omni_thinker qwen3_omni_moe_thinker", {"vision_start_token_id": 95, "audio_start_token_id": 94}),
     "florence_vision": {
         "embed_dim": [16] * 4,
@@ -125,7 +145,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "depths": [1] * 4,
         "window_size": 4,
     },
-    **_named("seamless_m4t seamless_m4t_v2", {"feature_projection_input_dim": 8}),
+    **_named("seamless_m4t seamless_m4t_v2", {"feature_projection_input_dim": 8, "speech_encoder_layers": 2}),
     **_named("hubert wav2vec2 data2vec-audio speecht5 omniasr_encoder omniasr_audio_encoder", {"conv_dim": [32] * 7}),
     "diffusion_gemma_text": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
     "qwen2_5_omni_text": {"rope_parameters": SECTIONS},
@@ -142,7 +162,12 @@ SPECIAL: dict[str, dict[str, Any]] = {
     ),
     "glm5_next_text": {"qk_rope_head_dim": 0},
     **_named("inkling2_text inkling2_loop_text", {"unpadded_vocab_size": 99}),
-    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]},
+    "deepseek_ocr2_text": {
+        "mlp_layer_types": ["dense", "sparse"],
+        "num_experts_per_tok": 2,
+        "topk_group": 1,
+        "n_group": 1,
+    },
     "reformer": {"is_decoder": True, "axial_pos_shape": [8, 8], "axial_pos_embds_dim": [16, 16]},
     "llama4_vision_model": {
         "intermediate_size": 128,
@@ -152,13 +177,23 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     "ctrl": {"dff": 64},
     "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 16, "n_groups": 2},
-    "zamba2": {
-        "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
-        "num_hidden_layers": 4,
-        "n_mamba_heads": 8,
-        "mamba_headdim": 8,
+    "granite4_vision": {
+        "image_grid_pinpoints": [[32, 32]],
+        "deepstack_layer_map": [[-1, 0]],
+        "spatial_target_layers": [0, 1],
+        "vision_config": {"model_type": "clip_vision_model", "hidden_size": 64, "num_hidden_layers": 2, **PICTURE},
+        "downsample_rate": "1/2",
     },
-    "granite4_vision": {"image_grid_pinpoints": [[32, 32]], "deepstack_layer_map": [[-1, 0]]},
+    "dots3_note_vision_encoder": _named("adapter_in_dim adapter_out_dim", 32),
+    "dots3_note_audio_encoder": {"conv_output_size": 512, **_named("adapter_input_size adapter_out_dim", 32)},
+    "inkling2_vision": {"text_hidden_size": 32, "projection_hidden_dim": 64},
+    "nemotron_h_omni": {"projector_hidden_size": 64, "vision_hidden_size": 32},
+    **_named("muse_spark muse_glimmer", {"projector_hidden_size": 64, "out_hidden_size": 128}),
+    "muse_spark_audio": {"depths": [1] * 4, "hidden_sizes": [16] * 4, "num_hidden_layers": 4},
+    "nemotron3_diarization": {"head_config": _named("audio_hidden_size hidden_size", 32)},
+    "nemotron3_5_transcribe_word_timestamp": {"blank_token_id": 98},
+    "molmo2_adapter": {"vision_feature_layer": [-1, -2]},
+    "radio": {"max_img_size": 64, "video_temporal_patch_size": 2},
     "recurrent_gemma": {"lru_width": 32, "block_types": ["recurrent", "attention"]},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     **_named("qwen2_vl_text qwen2_5_vl_text", {"rope_parameters": SECTIONS}),
@@ -198,7 +233,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 2},
     "mistral4": {"head_dim": 16},
     "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 8},
-    "nemotron_h": {"layer_types": ["moe", "full_attention"], "moe_shared_expert_intermediate_size": 32},
+    "nemotron_h": {"layers_block_type": ["moe", "full_attention"], "moe_shared_expert_intermediate_size": 32},
     "nllb-moe": {"num_experts": 4, **_named("encoder_sparse_step decoder_sparse_step", 2)},
     "switch_transformers": {
         **_named("num_sparse_encoder_layers num_sparse_decoder_layers", 1),
@@ -234,9 +269,11 @@ FEATURES: dict[str, tuple[dict[str, Any], ...]] = {
 }
 """Options beside a family's defaults: each is tried by itself."""
 SINGLE = {"inkling2_loop_text", "inkling2_text", "muse_spark_text", "xglm", "inkling2", "inkling2_loop", "muse_spark"}
+SINGLE |= {"fsmt"}  # its masks are the least number of float64, in float32
 """Families that cannot compute in float64."""
 PARTS = {
     "llama4": "see `llama4_text`",
+    **dict.fromkeys(("muse_glimmer", "muse_spark"), "several models in one, found in the structure"),
     "clip": "see `clip_text_model` and `clip_vision_model`",
     **dict.fromkeys(("diffusion_gemma_text", "voxtral_realtime_text"), "no model class of its own"),
     **dict.fromkeys(("qwen2_vl_vision", "qwen2_5_vl_vision"), "the tower of a multimodal model"),
@@ -309,7 +346,8 @@ def config_of(model_type: str, kind: Any = None, **options: Any) -> Any:
             chosen.pop(name)
     types = getattr(default, "layer_types", None)
     if types:
-        chosen["layer_types"] = [types[0], list(dict.fromkeys(types))[-1]]
+        name = (getattr(kind, "attribute_map", None) or {}).get("layer_types", "layer_types")
+        chosen[name] = [types[0], list(dict.fromkeys(types))[-1]]
     if model_type in ("t5", "mt5", "umt5", "longt5", "switch_transformers"):
         chosen["decoder_start_token_id"] = 0
     if hasattr(default, "qk_rope_head_dim"):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import transformers
-from helpers.any_model import verdict_of
+from helpers.any_model import compared_types, verdict_of
 from helpers.composed import CASES, composed
 from helpers.families import (
     FEATURES,
@@ -27,7 +27,6 @@ from helpers.families import (
 from helpers.tiers import tiers
 
 from tpcore_hf.plan.families import KINDS
-from tpcore_hf.plan.found import COMPARED
 
 MADE_WITH = re.search(r"transformers (\d+\.\d+\.\d+)", PAGE_FILE.read_text())[1]  # type: ignore[index]
 WORKING, REFUSED, PARTS_THERE = map(on_the_page, ("Work", "Refused", "Parts of models"))
@@ -78,8 +77,10 @@ def test_a_multimodal_model_equals_the_whole(name: str) -> None:
 
 
 # gathered around norms of all features, hybrids of attention, convolutions and states, work between blocks, sounds,
-# states alone, and attention that reads the width of all heads elsewhere
+# states alone, and attention that reads the width of all heads elsewhere; tables and heads with forwards of their own,
+# a decoder whose configuration has a type of its own, tiles of images
 SAMPLE = ("bitnet", "lfm2", "falcon_h1", "qwen3_vl", "glmasr", "idefics2", "xlnet", "cpmant", "mamba2", "trocr")
+SAMPLE += ("dory", "idefics", "musicgen", "mllama", "qwen3_omni_moe_thinker")
 
 
 @newest
@@ -92,7 +93,7 @@ def test_rules_that_are_found_equal_the_whole(model_type: str) -> None:
 
 @newest
 @pytest.mark.drill  # a hundred types
-@pytest.mark.parametrize("model_type", sorted(COMPARED))
+@pytest.mark.parametrize("model_type", compared_types())
 def test_all_rules_that_are_found_equal_the_whole_on_two_ranks_and_four(model_type: str) -> None:
     assert verdict_of(model_type).works
     found = verdict_of(model_type, 4)

@@ -11,14 +11,14 @@ from tpcore.errors import extra
 from . import families
 from . import rules as plan
 from .decisions import is_linear
-from .found import COMPARED, found
+from .found import BESIDE, COMPARED, found
 from .rules import Rule, rule_of, wildcard
 
 _ONE = "it is several models in one, which were not compared with the whole after a cut"
 _ALONE = "a cut one was not compared with the whole"
 
 REFUSED = {
-    **dict.fromkeys(("llama4", "muse_glimmer", "muse_spark", "phi4_multimodal"), _ONE),
+    **dict.fromkeys(("llama4", "phi4_multimodal"), _ONE),
     "dbrx": "all its experts are the rows of one matrix",
     "jetmoe": "its attention has experts of its own, which give each token other queries",
     **dict.fromkeys(("gemma4_vision", "muse_glimmer_assistant", "muse_glimmer_vision"), _ALONE),
@@ -77,7 +77,7 @@ def own_rules(model: Any) -> dict[str, Rule]:
         of_family = families.rules_of(part.config) if isinstance(part, PreTrainedModel) else {}
         of_model = {f"{prefix}.{name}".removeprefix("."): rule for name, rule in of_family.items()}
         rules |= {name: rule for name, rule in of_model.items() if wildcard(name) in names}
-    return rules
+    return rules | BESIDE.get(model.config.model_type, {})
 
 
 def vocabulary(model: Any) -> tuple[Any, Any]:

@@ -94,7 +94,7 @@ def drop_by_rank(model: nn.Module, cuts: list[Cut], rules: Mapping[str, Rule]) -
 def _drops(model: nn.Module) -> bool:
     """Whether a dropout is on, by the names of options: a compiled forward cannot ask each call."""
     options = [vars(module) for module in model.modules()]
-    options += [vars(module.config) for module in model.modules() if hasattr(module, "config")]
+    options += [vars(m.config) for m in model.modules() if hasattr(getattr(m, "config", None), "__dict__")]
     numbers = (v for o in options for k, v in o.items() if "drop" in k and isinstance(v, int | float))
     return any(numbers) or any(getattr(m, "p", 0) for m in model.modules() if "Drop" in type(m).__name__)
 

@@ -45,7 +45,8 @@ def types_with_heads() -> dict[str, str]:
 def compared_types() -> list[str]:
     """Those of which the configuration has a type of ``COMPARED``, which is another for a part of a model."""
     kinds = {name: getattr(class_for(name), "config_class", None) for name in types_with_heads()}
-    return sorted(n for n, kind in kinds.items() if n in COMPARED or getattr(kind, "model_type", n) in COMPARED)
+    found = (n for n, kind in kinds.items() if n in COMPARED or getattr(kind, "model_type", n) in COMPARED)
+    return sorted({*found} - on_the_page("Work").keys())
 
 
 def class_for(model_type: str) -> type[nn.Module]:
@@ -85,6 +86,8 @@ def images(config: Any) -> list[dict[str, Tensor]]:
     tiled = {"pixel_values": _noise(2, 1, channels, size, size), "pixel_attention_mask": torch.ones(2, 1) > 0}
     sizes = {"image_sizes": torch.tensor([[size, size]] * 2)}
     padded = {"pixel_attention_mask": torch.ones(2, flat, dtype=torch.long), "spatial_shapes": row}
+    pooled = {"image_token_pooling": torch.arange(2 * flat).view(-1, 4), "image_num_crops": torch.tensor([1, 1])}
+    pooled["image_grids"] = torch.tensor([[grid // 2, grid // 2, 0, 0]] * 2)
     position = torch.stack(torch.meshgrid(torch.arange(grid), torch.arange(grid), indexing="xy"), -1).reshape(
         1, flat, 2
     )
@@ -97,6 +100,7 @@ def images(config: Any) -> list[dict[str, Tensor]]:
         {"pixel_values": _noise(2, flat, area), **padded},
         {"pixel_values": _noise(2, flat, area), "image_position_ids": position.repeat(2, 1, 1)},
         {"pixel_values": _noise(1, channels, patch, patch * 2 * flat), "target_sizes": row},
+        {"pixel_values": _noise(2, flat, area), **pooled},
         {**plain, **sizes},
         {**tiled, **sizes},
         {"pixel_values": _noise(2, 2, channels, size, size), **sizes},
@@ -158,6 +162,8 @@ def batches_for(model: Any) -> Iterator[dict[str, Tensor]]:
     spoken = [heard for form in sounds(audio, model) if (heard := _heard(model, "audio", form))]
     frames = {"pixel_values_videos": _noise(2, 8, 3, *[_first(vision, "image_size", 32)] * 2)}
     spoken += [heard for form in (frames,) if (heard := _heard(model, "video", form))]
+    if hasattr(model, "get_video_features") and not hasattr(model, "get_image_features"):
+        seen = [heard for form in images(vision) if (heard := _heard(model, "video", form))]
     both = [[first, heard] for first in seen[:2] for heard in spoken[:2]]
     for towers in (*both, *([heard] for heard in (*seen, *spoken)), []):
         if towers or "input_ids" in inspect.signature(model.forward).parameters:
@@ -200,6 +206,7 @@ def _batches(model: Any, towers: list[Heard]) -> Iterator[dict[str, Tensor]]:
         yield from _of_books(model, batch) if not towers else ()
         if count and "decoder_input_ids" in batch:
             yield batch | {"labels": batch["decoder_input_ids"]}
+            yield {name: value for name, value in batch.items() if name != "labels"}
         if not towers and "attention_mask" in batch:
             yield {name: value for name, value in batch.items() if name != "attention_mask"}
 
@@ -239,6 +246,10 @@ def _batch(model: Any, towers: list[Heard], length: int, placed: bool) -> dict[s
     if hasattr(model.config, "cross_attention_hidden_size"):
         batch["encoder_hidden_states"] = _noise(2, 5, model.config.cross_attention_hidden_size or 32)
     batch |= {"protein_input_ids": ids, "protein_attention_mask": torch.ones_like(ids)}
+    if "actions" in inspect.signature(model.forward).parameters:  # of a robot
+        batch |= {"state": _noise(2, model.config.max_state_dim), "timestep": _noise(2).abs()}
+        shape = (2, model.config.chunk_size, model.config.max_action_dim)
+        batch |= {"noise": _noise(*shape), "actions": _noise(*shape)}
     batch["bbox"] = torch.ones(2, length, 4, dtype=torch.float64) / 4
     taken = _taken(model.forward, batch)
     if "decoder_input_ids" in inspect.signature(model.forward).parameters:
@@ -314,12 +325,10 @@ TITLE = "Found in the structure"
 LEFT = {
     "no tiny configuration of it was found that transformers takes": "apertus1p5",
     "no batch was found that it takes, or that most of its layers compute with": """
-        dia diffusion_gemma dots3_note granite4_vision inkling2 instructblipvideo molmo2 nemo_speechlm
-        phi4_multimodal pi0 pp_formulanet vibevoice""",
+        dia diffusion_gemma dots3_note granite4_vision molmo2 phi4_multimodal pp_formulanet""",
     "it has no forward; the models inside it have one": "qwen2_5_omni qwen3_omni_moe",
     "it reads the keys and values of another model": "gemma4_assistant gemma4_unified_assistant",
     "its tower is one of timm, which was not installed": "fast_vlm gemma3n perception_lm",
-    "the attention of its language model takes the width of all heads": "inkling2_loop",
     "a sharded one differs from the whole": "reformer",
     "its own forward ends in an error": "llama4",
     "a layer's sizes are tensors": "inkling_mm_model",

@@ -590,8 +590,8 @@ tiny model of each, with a layer of every kind that the family has and its optio
 ranks: its loss, its output and every gradient equal the whole model's
 (`PYTHONPATH=tests python -m helpers.families --table`).
 
-The figure is the part of the parameters that each of the two ranks holds. Tables of positions and patches stay whole,
-and weigh more in tiny models than in real ones.
+The figure is the part of the parameters that each of the two ranks holds. Tables of positions, of patches and of
+MarkupLM's paths stay whole, and weigh more in tiny models than in real ones.
 
 LoRA adapters of every linear layer were compared too (`tests/extensions/hf/test_peft.py`), except in Falcon and
 OpenAI GPT. Refused by name are peft's adapters of bare parameters: in `afmoe`, `beam`, `cohere2_moe`, `deepseek_v2`,

@@ -17,19 +17,20 @@ from .rules import Rule, rule_of, wildcard
 Linears = Mapping[str, nn.Module]
 _COMPARED = """
 aria audioflamingo3 aya_vision bamba big_bird bitnet blip blip-2 blt canary chameleon cohere2_vision cohere_asr
-cohere_compass cosmos3_edge cosmos3_omni cpmant ctrl deepseek_ocr2 deepseek_vl deepseek_vl_hybrid diffllama dory emu3
-encoder-decoder ernie4_5_vl_moe evolla exaone4_5 falcon_h1 falcon_mamba florence2 fsmt fun_asr_nano fuyu gemma3 gemma4
-gemma4_unified git glm46v glm4v glm4v_moe glm5_next glm_ocr glmasr glmga got_ocr2 gpt-sw3 granite_docling
-granite_speech granite_speech_plus hunyuan_vl hy_v4_vl hyperclovax_vision_v2 idefics idefics2 idefics3 instructblip
-internvl janus kimi_k25 kosmos-2 kosmos-2.5 kyutai_speech_to_text led lfm2 lfm2_vl lfm3 lfm3_vl lighton_ocr llava
-llava_next llava_next_video llava_onevision mamba mamba2 minicpm_ocr minicpmv4_6 minicpmv4_7 minimax_m3_vl mistral3
-mistral_large4 mllama moonshine moonshine_streaming moshi moss_transcribe_diarize muse_glimmer muse_spark
-musicflamingo musicgen_decoder musicgen_melody_decoder nemotron_h_omni omniasr ovis2 paddleocr_vl paligemma pegasus_x
-pix2struct pop2piano pp_chart2table prophetnet qianfan_ocr qwen2_5_omni_thinker qwen2_5_vl qwen2_audio qwen2_vl
-qwen3_5 qwen3_5_moe qwen3_asr qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe qwen4_exp recurrent_gemma rwkv seamless_m4t
+cohere_compass cosmos3_edge cosmos3_omni cpmant ctrl deepseek_ocr2 deepseek_v4 deepseek_vl deepseek_vl_hybrid
+diffllama dory emu3 encoder-decoder ernie4_5_vl_moe evolla exaone4_5 falcon_h1 falcon_mamba florence2 fsmt
+fun_asr_nano fuyu gemma3 gemma4 gemma4_unified git glm46v glm4v glm4v_moe glm5_next glm_ocr glmasr glmga got_ocr2
+gpt-sw3 granite_docling granite_speech granite_speech_plus hunyuan_vl hy_v4_vl hyperclovax_vision_v2 idefics idefics2
+idefics3 inkling2 inkling2_loop inkling_text instructblip instructblipvideo internvl janus kimi_k25 kosmos-2
+kosmos-2.5 kyutai_speech_to_text led lfm2 lfm2_vl lfm3 lfm3_vl lighton_ocr llava llava_next llava_next_video
+llava_onevision mamba mamba2 minicpm_ocr minicpmv4_6 minicpmv4_7 minimax_m3_vl mistral3 mistral_large4 mllama
+moonshine moonshine_streaming moshi moss_transcribe_diarize muse_glimmer muse_spark musicflamingo musicgen_decoder
+musicgen_melody_decoder nemo_speechlm nemotron_h_omni omniasr ovis2 paddleocr_vl paligemma pegasus_x pi0 pix2struct
+pop2piano pp_chart2table prophetnet qianfan_ocr qwen2_5_omni_thinker qwen2_5_vl qwen2_audio qwen2_vl qwen3_5
+qwen3_5_moe qwen3_asr qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe qwen4_exp recurrent_gemma rwkv seamless_m4t
 seamless_m4t_v2 shieldgemma2 smolvlm speech-encoder-decoder speecht5 step3p7 t5gemma t5gemma2 trocr udop unlimited_ocr
-vibevoice_asr video_llama_3 video_llava vipllava vision-encoder-decoder voxtral voxtral_realtime xlnet xlstm zamba
-zamba2
+vibevoice vibevoice_asr video_llama_3 video_llava vipllava vision-encoder-decoder voxtral voxtral_realtime xlnet xlstm
+zamba zamba2 zaya
 """
 COMPARED = frozenset(_COMPARED.split())
 """Each ``model_type`` for which this was compared with the whole, by a batch that most of these layers compute with."""
@@ -38,15 +39,16 @@ _WHOLE = {
     **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h"), (".out_proj",)),
     **dict.fromkeys(("falcon_mamba", "mamba"), (".x_proj", ".dt_proj", ".out_proj")),
     # of which the attention takes the width of all heads
-    **dict.fromkeys(("blip-2", "instructblip"), (".self_attn.qkv",)),
+    **dict.fromkeys(("blip-2", "instructblip", "instructblipvideo"), (".self_attn.qkv",)),
     # initial values by the place in the weight
     **dict.fromkeys(("minicpm_ocr", "minicpmv4_6", "minicpmv4_7"), (".vit_merger.linear_1", ".vit_merger.linear_2")),
     # which no step of training calls, or of which one calls a part
     "kyutai_speech_to_text": (".codec_model",),
     "emu3": (".vqmodel",),
-    "vibevoice": (".semantic_tokenizer_encoder", ".audio_tower"),
+    "vibevoice": (".semantic_tokenizer_encoder", ".audio_tower", ".diffusion_head"),
     "vibevoice_asr": (".acoustic_tokenizer_encoder", ".semantic_tokenizer_encoder"),
     "granite_docling": (".connector",),
+    "nemo_speechlm": (".diarization_model", ".word_timestamp_encoder"),
 }
 """By ``model_type`` the linear layers that the module around them needs whole, and modules of such: ends of names."""
 BESIDE: Mapping[str, Mapping[str, Rule]] = {
@@ -61,8 +63,8 @@ BESIDE: Mapping[str, Mapping[str, Rule]] = {
 }
 """By ``model_type`` the rules of what is no linear layer."""
 _ALONE = """
-big_bird blip falcon_mamba fsmt kimi_k25 led mamba mamba2 moonshine moonshine_streaming muse_spark pegasus_x
-prophetnet rwkv seamless_m4t seamless_m4t_v2 speecht5 trocr xlstm
+big_bird blip deepseek_v4 falcon_mamba fsmt inkling2 inkling2_loop inkling_text kimi_k25 led mamba mamba2 moonshine
+moonshine_streaming muse_spark pegasus_x prophetnet rwkv seamless_m4t seamless_m4t_v2 speecht5 trocr xlstm zaya
 """
 _BY_THEMSELVES = frozenset(_ALONE.split())
 """Types whose attention reads the width of all heads elsewhere, or that have none: each layer gives whole values."""

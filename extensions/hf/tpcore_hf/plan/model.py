@@ -77,7 +77,7 @@ def own_rules(model: Any) -> dict[str, Rule]:
         of_family = families.rules_of(part.config) if isinstance(part, PreTrainedModel) else {}
         of_model = {f"{prefix}.{name}".removeprefix("."): rule for name, rule in of_family.items()}
         rules |= {name: rule for name, rule in of_model.items() if wildcard(name) in names}
-    return rules | BESIDE.get(model.config.model_type, {})
+    return {**rules, **BESIDE.get(model.config.model_type, {})}
 
 
 def vocabulary(model: Any) -> tuple[Any, Any]:

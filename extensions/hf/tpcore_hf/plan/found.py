@@ -59,7 +59,9 @@ BESIDE: Mapping[str, Mapping[str, Rule]] = {
         ("model.encoder.text_model.embed_tokens", "model.decoder.embed_tokens", "lm_head.out_proj"), plan.REPLICATE
     ),
     "pix2struct": {"decoder.layer.*.self_attention.attention.relative_attention_bias": "embedding_heads"},
-    "qwen3_omni_moe_thinker": {f"model.language_model.layers.*.self_attn.{x}_norm": plan.SUMMED for x in "qk"},
+    "qwen3_omni_moe_thinker": {
+        f"model.language_model.layers.*.self_attn.{norm}": plan.SUMMED for norm in ("q_norm", "k_norm")
+    },
 }
 """By ``model_type`` the rules of what is no linear layer."""
 _ALONE = """

@@ -92,7 +92,10 @@ def malformed(body: Any, content: str) -> str | None:
     prompt = body.get("prompt")
     if _is_prompt(prompt) or (isinstance(prompt, list) and prompt and all(map(_is_prompt, prompt))):
         return None
-    return f"prompt={_short(prompt)} is not a string of one or more characters, token ids, or a list of such prompts"
+    items = enumerate(prompt if isinstance(prompt, list) else ())
+    wrong = ((f"prompt[{i}]", item) for i, item in items if not _is_prompt(item) and not _is_prompt([item]))
+    name, value = next(wrong, ("prompt", prompt))  # a long prompt is not told whole
+    return f"{name}={_short(value)} is not a string of one or more characters, token ids, or a list of such prompts"
 
 
 def _is_prompt(value: Any) -> bool:

@@ -51,7 +51,11 @@ CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
         ({"messages": [{"role": "user", "content": 0}]}, r"content of messages\[0\] must be text"),
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, r"tool_calls of messages\[0\] must be objects"),
         ({**CHAT, "chat_template_kwargs": 1}, "chat_template_kwargs=1 is not an object"),
-        ({"prompt": 4}, "prompt=4 is not a string"),
+        *(({"prompt": value}, f"^prompt={value} is not a string") for value in (4, 1.7, True, {})),
+        *(
+            ({"prompt": [7] * 300 + [token]}, re.escape(f"prompt[300]={token!r} is not a string"))
+            for token in (1.7, 1.0, -0.0, True, -1, None, float("inf"), [], [[1]], [1, 2.5], "")
+        ),
         *(({"prompt": "x", "logprobs": n}, f"logprobs={n} is not a whole number from 0 to 5") for n in (-1, 6, True)),
         *(({**CHAT, "logprobs": n}, f"logprobs={n} is not true or false") for n in (0, 2)),
         *(

@@ -60,7 +60,7 @@ class Door:
     def __init__(self, app: Any, hosts: tuple[str, ...], refused: Callable[[int, str], Any], key: str = "") -> None:
         """``hosts``: names of this server; "*" admits all, "0.0.0.0" and "::" every address. ``key``: which requests
         have to say, but for /health, if it is not empty."""
-        self._key = f"Bearer {key}".encode() if key else b""
+        self._key = key.encode()
         self._app, self._hosts, self._refused = app, {host.lower() for host in hosts}, refused
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -72,8 +72,9 @@ class Door:
             if url is not None and not self._admits(url):
                 value = headers.get(name, "")
                 return 403, f"{name} {value!r} is none of this server's: tpcore serve --allow-host NAME admits it"
-        said = headers.get("authorization", "").encode("latin-1")
-        if self._key and path != "/health" and not hmac.compare_digest(said, self._key):
+        scheme, _, said = headers.get("authorization", "").partition(" ")
+        known = scheme.lower() == "bearer" and hmac.compare_digest(said.encode("latin-1"), self._key)
+        if self._key and path != "/health" and not known:
             return 401, "this server has an API key: a request says it as 'Authorization: Bearer KEY'"
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if method == "POST" and kind != "application/json":

@@ -178,6 +178,58 @@ CASES: dict[str, tuple[Change, list[str], set[str]]] = {
         [],
         {"generation"},
     ),
+    **{f"an end that is {v!r}": (generation(eos_token_id=v), [], {"generation"}) for v in ("</s>", 2.5, [True])},
+    "an impossible temperature": (generation(temperature=-1), ["--for", "sglang"], {"generation"}),
+    "an impossible top_p": (generation(top_p="all"), [], {"generation"}),
+    "a name for a list": (config(architectures="LlamaForCausalLM"), [], {"architecture"}),
+    **{
+        f"{name}={value!r}": (config(**{name: value}), ["--for", engine], {"configuration"})
+        for name, value, engine in (
+            ("model_type", "frob", "vllm"),
+            ("model_type", "mistral", "sglang"),
+            ("vocab_size", "99", "transformers"),
+            ("num_attention_heads", 0, "vllm"),
+            ("dtype", "float17", "transformers"),
+            ("quantization_config", "awq", "vllm"),
+            ("rope_parameters", {"rope_type": "frob"}, "transformers"),
+        )
+    },
+    "a Llama of another type": (config(model_type="iquestcoder"), [], set()),
+    "what old files have in each layer": (
+        tensors(lambda old: {**old, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}),
+        [],
+        set(),
+    ),
+    "float8 without scales": (
+        lambda f: (
+            config(quantization_config={"quant_method": "fp8"})(f),
+            tensors(lambda old: {k: t.to(torch.float8_e4m3fn) if "proj" in k else t for k, t in old.items()})(f),
+        )[0],
+        [],
+        {"quantization"},
+    ),
+    "no file": (lambda f: (f / "model.safetensors").unlink(), [], {"files"}),
+    "half a file": (lambda f: (f / "model.safetensors").write_bytes(b"\1") and None, [], {"files"}),
+    "an index of a file that is not there": (
+        lambda f: (
+            (f / "model.safetensors").unlink(),
+            entries("model.safetensors.index.json", weight_map={"lm_head.weight": "model-2.safetensors"})(f),
+        )[1],
+        ["--for", "transformers"],
+        {"files"},
+    ),
+    "an adapter without a number": (adapter_alone(r="8"), ["--for", "transformers"], {"adapters"}),
+    "an adapter of strange ranks": (adapter_alone(rank_pattern=[1]), [], {"adapters"}),
+    "half an adapter": (
+        lambda f: (adapter_alone()(f), (f / "adapter_model.safetensors").write_bytes(b"\1"))[0],
+        ["--for", "transformers"],
+        {"files"},
+    ),
+    "an adapter's file of something else": (
+        lambda f: (adapter_alone()(f), save_file({"a": torch.ones(1)}, f / "adapter_model.safetensors"))[0],
+        [],
+        {"names"},
+    ),
     "a sharded checkpoint": (in_shards, [], {"files"}),
     "an adapter": (adapter_alone(), [], set()),
     "an adapter of a rank too large": (adapter_alone(rank_pattern={"q_proj": 1024}), [], {"adapters"}),
@@ -208,7 +260,11 @@ NOTES: dict[str, tuple[Change, str, str]] = {
     "no end": (lambda f: (generation(eos_token_id=None)(f), config(eos_token_id=None)(f))[0], "generation", "eos"),
     "defaults": (generation(temperature=0.6, do_sample=True), "generation", "--generation-config vllm"),
     "a newer transformers": (config(transformers_version="99.1"), "configuration", "newer"),
-    "through transformers": (config(architectures=["SmolLM3ForCausalLM"]), "architecture", "smallest"),
+    "through transformers": (
+        config(architectures=["SmolLM3ForCausalLM"], model_type="smollm3"),
+        "architecture",
+        "smallest",
+    ),
 }
 
 

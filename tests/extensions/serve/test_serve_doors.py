@@ -87,7 +87,10 @@ def test_a_refusal_is_told_as_other_errors_are() -> None:
     assert "origin 'https://evil.org' is none of this server's: tpcore serve --allow-host NAME admits it" in message
 
 
-@pytest.mark.parametrize(("said", "wanted"), [("Bearer k\u00fc", 200), ("Bearer -", 401), ("kü", 401), (None, 401)])
+@pytest.mark.parametrize(
+    ("said", "wanted"),
+    [("Bearer k\u00fc", 200), ("bearer kü", 200), ("Basic kü", 401), ("Bearer -", 401), ("kü", 401), (None, 401)],
+)
 def test_a_key_is_asked_of_all_but_health(said: str | None, wanted: int) -> None:
     app = served(FIELDS, key="kü")[0]
 

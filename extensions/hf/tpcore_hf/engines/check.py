@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 from tpcore.checkpoint.forms.source import Reading
 from tpcore.checkpoint.read.source import opened, tensors_of
+from tpcore.errors import CheckpointError
 
 from . import settings, weights
 from .engine import Engine
-from .handover import ERROR, SAVE, WARNING, Handover, Remark, entries_of
+from .handover import COPY, ERROR, SAVE, WARNING, Handover, Remark, entries_of
 
 _CHECKS: tuple[Callable[[Handover], Iterator[Remark]], ...] = (
     *(settings.architecture, weights.names, weights.ties, weights.quantization, weights.dtype),
@@ -19,15 +21,20 @@ _CHECKS: tuple[Callable[[Handover], Iterator[Remark]], ...] = (
 
 
 def findings(folder: Path, engine: Engine | None, tp: int = 1) -> list[Remark]:
-    """What stands between ``folder`` and ``engine``, None for transformers itself. CheckpointError for files that are
-    damaged, FileNotFoundError for a folder without a configuration."""
+    """What stands between ``folder`` and ``engine``, None for transformers itself. CheckpointError for a folder without
+    a configuration."""
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
         return [*settings.adapter(folder, engine)]
     config = entries_of(folder / "config.json")
-    with opened(folder, Reading(quiet=True)) as source:
-        here = Handover(folder, engine, tp, config, tensors_of(source))
+    with ExitStack() as stack:
+        try:
+            source = stack.enter_context(opened(folder, Reading(quiet=True)))
+            here = Handover(folder, engine, tp, config, tensors_of(source))
+        except CheckpointError as e:
+            return [Remark("files", ERROR, str(e), COPY)]
         found = [*_form(source.form, source.tp), *_beside(here)]
-        return [*found, *(finding for check in _CHECKS for finding in check(here))]
+        checks = (settings.architecture,) if here.refused else _CHECKS
+        return [*found, *(finding for check in checks for finding in check(here))]
 
 
 def _form(form: str, tp: int) -> Iterator[Remark]:

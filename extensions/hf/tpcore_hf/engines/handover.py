@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +23,8 @@ from .engine import Engine
 
 LEVELS = ERROR, WARNING, NOTE = "error", "warning", "note"
 SAVE = "write the folder with model.save_pretrained(DIR)"
+COPY = f"copy all files of the folder, or {SAVE}"
+_LONGEST = 300  # characters of another library's message
 
 
 class Remark(NamedTuple):
@@ -44,7 +48,8 @@ class Handover:
 
     @cached_property
     def architecture(self) -> str:
-        return str((self.config.get("architectures") or [""])[0])
+        names = self.config.get("architectures")
+        return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
 
     @cached_property
     def text(self) -> Mapping[str, Any]:
@@ -53,10 +58,32 @@ class Handover:
             (v for k in ("text_config", "llm_config") if isinstance(v := self.config.get(k), dict)), self.config
         )
 
-    @cached_property
+    @property
     def model(self) -> Any:
-        """The model without values; None if transformers has none of this architecture."""
-        return model_of(self.folder) if hasattr(transformers, self.architecture) else None
+        """The model without values; None if transformers has none of this architecture, or refuses config.json."""
+        return self._made[0]
+
+    @property
+    def refused(self) -> str:
+        """What transformers, by which engines read it too, says of a configuration that it does not take."""
+        return self._made[1]
+
+    @cached_property
+    def _made(self) -> tuple[Any, str]:
+        kind: Any = getattr(transformers, self.architecture, None)
+        if kind is None:
+            return None, ""
+        try:
+            with quiet():
+                config, model = transformers.AutoConfig.from_pretrained(self.folder), model_of(self.folder)
+            kinds: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+            if kinds.get(kind.config_class, None) is kind is not kinds.get(type(config), None):
+                said = f"{config.model_type!r}, and a {self.architecture} is {kind.config_class.model_type!r}"
+                return None, f"model_type is {said}"
+        except Exception as e:  # noqa: BLE001  each family checks its own
+            cause = e.__cause__ or e
+            return None, " ".join(f"{type(cause).__name__}: {cause}".split())[:_LONGEST]
+        return model, ""
 
     @cached_property
     def expected(self) -> Mapping[str, Any]:
@@ -80,9 +107,22 @@ class _Shape(NamedTuple):
         yield torch.empty(self.shape, dtype=self.dtype, device="meta")
 
 
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Inside, transformers logs nothing."""
+    level = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        transformers.logging.set_verbosity(level)
+
+
 def entries_of(path: Path) -> dict[str, Any]:
     try:
         entries = json.loads(path.read_text())
+    except FileNotFoundError as e:
+        raise CheckpointError(f"there is no {path}, which save_pretrained writes") from e
     except ValueError as e:
         raise CheckpointError(f"{path} is not JSON: {e}") from e
     if not isinstance(entries, dict):

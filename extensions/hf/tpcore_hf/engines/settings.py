@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-import logging
+import math
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import transformers
 
+from tpcore.checkpoint.forms.source import Reading
+from tpcore.checkpoint.read.source import opened, tensors_of
 from tpcore.errors import CheckpointError
 
 from .engine import Engine
-from .handover import ERROR, NOTE, SAVE, WARNING, Handover, Remark, entries_of
+from .handover import COPY, ERROR, NOTE, SAVE, WARNING, Handover, Remark, entries_of, quiet
 
 
 def architecture(here: Handover) -> Iterator[Remark]:
     name, engine = here.architecture, here.engine
     if not name:
-        yield Remark("architecture", ERROR, "config.json has no 'architectures'", SAVE)
+        yield Remark("architecture", ERROR, "config.json has no list of 'architectures'", SAVE)
+    elif here.refused:
+        yield Remark("configuration", ERROR, f"transformers refuses config.json: {here.refused}", SAVE)
     elif engine is None:
         if here.model is None:
             text = f"transformers {transformers.__version__} has no {name}"
@@ -70,7 +73,7 @@ def heads(here: Handover) -> Iterator[Remark]:
 def tokenizer(here: Handover) -> Iterator[Remark]:
     rows = here.text.get("vocab_size")
     try:
-        with _quiet():
+        with quiet():
             tokenizer: Any = transformers.AutoTokenizer.from_pretrained(here.folder, trust_remote_code=False)
     except Exception as e:  # noqa: BLE001  each tokenizer has errors of its own
         line = (str(e) or type(e).__name__).splitlines()[0]
@@ -84,14 +87,15 @@ def tokenizer(here: Handover) -> Iterator[Remark]:
         yield Remark("tokenizer", NOTE, "no chat template: chat completions are errors", remedy)
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    level = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        transformers.logging.set_verbosity(level)
+_RANGES = {
+    "temperature": (0.0, math.inf),
+    "top_p": (math.ulp(0), 1.0),
+    "min_p": (0.0, 1.0),
+    "top_k": (-1, math.inf),
+    "repetition_penalty": (math.ulp(0), math.inf),
+    "max_new_tokens": (1, math.inf),
+}
+"""What engines take of a request that says nothing itself."""
 
 
 def generation(here: Handover) -> Iterator[Remark]:
@@ -103,13 +107,21 @@ def generation(here: Handover) -> Iterator[Remark]:
     except (CheckpointError, ValueError, TypeError) as e:
         yield Remark("generation", ERROR, f"{path.name}: {e}", "model.generation_config.save_pretrained(DIR)")
     ends, rows = config.get("eos_token_id", here.text.get("eos_token_id")), here.text.get("vocab_size")
-    numbers = ends if isinstance(ends, list) else [ends]
+    numbers: list[Any] = ends if isinstance(ends, list) else [ends]
     if not numbers or numbers == [None]:
         text = "no eos_token_id: answers go on to the limit of the request"
         yield Remark("generation", WARNING, text, "set eos_token_id in generation_config.json")
-    elif isinstance(rows, int) and (beyond := [n for n in numbers if isinstance(n, int) and not 0 <= n < rows]):
+    elif strange := [n for n in numbers if type(n) is not int]:
+        text = f"eos_token_id {strange[0]!r} is no number of a token"
+        yield Remark("generation", ERROR, text, "set eos_token_id in generation_config.json")
+    elif isinstance(rows, int) and (beyond := [n for n in numbers if not 0 <= n < rows]):
         text = f"eos_token_id {beyond[0]} is none of {rows} tokens: no answer ends"
         yield Remark("generation", ERROR, text, "set eos_token_id in generation_config.json")
+    for name, (low, high) in _RANGES.items():
+        value = config.get(name)
+        if value is not None and not (type(value) in (int, float) and low <= value <= high):
+            text = f"{name}={value!r}: requests that say nothing fail"
+            yield Remark("generation", ERROR, text, f"set {name} in generation_config.json")
     sampling = {
         k: v for k in ("temperature", "top_p", "top_k", "repetition_penalty") if (v := config.get(k)) is not None
     }
@@ -122,11 +134,16 @@ def adapter(folder: Path, engine: Engine | None) -> Iterator[Remark]:
     """Of a folder that has an adapter alone."""
     config = entries_of(folder / "adapter_config.json")
     merge = "model.merge_and_unload() before save_pretrained"
-    if not [*folder.glob("adapter_model.*")]:
-        yield Remark("files", ERROR, "no adapter_model.safetensors", "save_pretrained of the PeftModel")
+    lora = config.get("peft_type") == "LORA"
+    yield from _adapter_files(folder, "lora_" if lora else "")
+    patterns = config.get("rank_pattern") or {}
+    ranks: list[Any] = [config.get("r"), *(patterns.values() if isinstance(patterns, dict) else [patterns])]
+    if lora and (wrong := [n for n in ranks if type(n) is not int or n < 1]):
+        yield Remark("adapters", ERROR, f"adapter_config.json has the rank {wrong[0]!r}", _AGAIN)
+        return
     if engine is None:
         return
-    if config.get("peft_type") != "LORA":
+    if not lora:
         yield Remark("adapters", ERROR, f"{engine} has no adapters of type {config.get('peft_type')}", merge)
         return
     for name in engine.lora_refused:
@@ -134,7 +151,7 @@ def adapter(folder: Path, engine: Engine | None) -> Iterator[Remark]:
             yield Remark("adapters", ERROR, f"{engine} has no {name}={config[name]}", merge)
     if config.get("bias", "none") != "none":
         yield Remark("adapters", ERROR, f"{engine} has no adapters with bias={config['bias']!r}", merge)
-    rank = max([int(config.get("r", 0)), *map(int, (config.get("rank_pattern") or {}).values())])
+    rank = max(ranks)
     if engine.lora_ranks and rank > max(engine.lora_ranks):
         yield Remark("adapters", ERROR, f"rank {rank} is above {engine.name}'s {max(engine.lora_ranks)}", merge)
         return
@@ -142,3 +159,22 @@ def adapter(folder: Path, engine: Engine | None) -> Iterator[Remark]:
     options = engine.adapter.format(folder=folder, rank=fitting)
     base = config.get("base_model_name_or_path") or "its base model"
     yield Remark("adapters", NOTE, f"an adapter, served beside {base}", options)
+
+
+_AGAIN = "save_pretrained of the PeftModel"
+
+
+def _adapter_files(folder: Path, part: str) -> Iterator[Remark]:
+    """``part``: of the names of an adapter's tensors."""
+    paths = [path for name in ("safetensors", "bin") if (path := folder / f"adapter_model.{name}").is_file()]
+    if not paths:
+        yield Remark("files", ERROR, "no adapter_model.safetensors", _AGAIN)
+        return
+    try:
+        with opened(paths[0], Reading(quiet=True)) as source:
+            names = tensors_of(source)
+    except CheckpointError as e:
+        yield Remark("files", ERROR, str(e), COPY)
+        return
+    if not any(part in name for name in names):
+        yield Remark("names", ERROR, f"{paths[0].name} has no tensor of an adapter", _AGAIN)

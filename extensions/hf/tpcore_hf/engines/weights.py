@@ -15,7 +15,8 @@ def names(here: Handover) -> Iterator[Remark]:
         return
     expected, stored = here.expected, here.tensors
     tied = {name for pair in here.model.all_tied_weights_keys.items() for name in pair}
-    surplus = [name for name in stored if name not in expected and name not in tied]
+    made = {_end(name) for name, _ in here.model.named_buffers()} - {_end(name) for name in here.model.state_dict()}
+    surplus = [n for n in stored if n not in expected and n not in tied and _end(n) not in made]
     lacking = [name for name in expected if name not in stored]
     if here.engine is None and tied & set(stored):  # transformers takes either of tied names
         lacking = [name for name in lacking if name not in tied]
@@ -38,6 +39,11 @@ def names(here: Handover) -> Iterator[Remark]:
             yield Remark("vocabulary" if table else "shapes", ERROR, text, remedy if table else SAVE)
 
 
+def _end(name: str) -> str:
+    """Of a buffer: what each model makes itself lay in each layer of old files."""
+    return ".".join(name.split(".")[-2:])
+
+
 def _few(names: list[str]) -> str:
     more = f" and {len(names) - _SOME} more" if len(names) > _SOME else ""
     return ", ".join(names[:_SOME]) + more
@@ -58,14 +64,12 @@ def ties(here: Handover) -> Iterator[Remark]:
 
 
 def quantization(here: Handover) -> Iterator[Remark]:
-    config = here.config.get("quantization_config")
+    config, stored = here.config.get("quantization_config"), here.tensors
+    small = sorted({str(t.dtype) for t in stored.values() if t.dtype.is_floating_point and t.dtype.itemsize < 2})
+    if small and not any("scale" in name for name in stored):
+        text = f"tensors of {', '.join(small)} without their scales"
+        yield Remark("quantization", ERROR, text, "save in bfloat16, or by the quantizing library")
     if not config:
-        small = sorted(
-            {str(t.dtype) for t in here.tensors.values() if t.dtype.is_floating_point and t.dtype.itemsize < 2}
-        )
-        if small:
-            text = f"tensors of {', '.join(small)} and no quantization_config with their scales"
-            yield Remark("quantization", ERROR, text, "save in bfloat16, or by the quantizing library")
         return
     method = config.get("quant_method", "") if isinstance(config, dict) else str(config)
     if here.engine is not None and method not in here.engine.quantization:

@@ -45,7 +45,11 @@ def slow() -> list[Any]:
 
 
 def plan_of(family: str) -> dict[str, str]:
-    return {} if family in families.families() else PLANS[family]
+    if family in families.families():
+        return {}
+    if family not in PLANS:
+        pytest.skip(f"this transformers' {family} is refused: its experts take no part of all")
+    return PLANS[family]
 
 
 def made(family: str, **options: Any) -> Any:

@@ -330,6 +330,7 @@ def table() -> str:
     return "\n".join([f"| {head} | families |", "|---|---|---|", *lines])
 
 
+@pytest.mark.skipif("inkling2_text" not in transformers.CONFIG_MAPPING, reason="the page has families of 5.24")
 def test_the_page_has_the_table_of_the_engines_lists() -> None:
     """A new one: ``python -c "import test_engines; print(test_engines.table())"`` in this folder."""
     assert table() in (ROOT / "docs" / "after-training.md").read_text()

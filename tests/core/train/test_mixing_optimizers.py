@@ -33,7 +33,7 @@ class Closures(torch.optim.SGD):
 
 MIXING: dict[str, Make] = {
     "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.1),
-    "Muon": torch.optim.Muon,
+    **({"Muon": torch.optim.Muon} if hasattr(torch.optim, "Muon") else {}),  # not in torch 2.8
     "LBFGS": torch.optim.LBFGS,
     "LAMB": lambda p: LAMB(p, lr=0.1),
     "with no known name": lambda p: Mixes(p, lr=0.1),

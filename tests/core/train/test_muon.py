@@ -24,6 +24,7 @@ from tpcore.testing import run_ranks
 from tpcore.train.muon.matrices import NewtonSchulz
 from tpcore.train.muon.optimizer import default_rule
 
+pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon to compare with")
 MATRICES = ("up.weight", "down.weight", "unused.weight")
 OPTIONS: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1}
 ADAMW: dict[str, Any] = {"lr": 3e-3, "weight_decay": 0.05}

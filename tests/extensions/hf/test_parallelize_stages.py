@@ -13,7 +13,7 @@ from helpers import hf
 from helpers.hf import GPT2, NO_DROPOUT, TINY
 from helpers.pipelines import assert_same_gradients, part_of
 from helpers.worlds import each_rank
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import tpcore
 from tpcore import CheckpointError, Mesh
@@ -186,9 +186,9 @@ def test_a_name_that_no_stage_has_is_refused_at_any_number_of_stages(tmp_path: P
             tpcore.checkpoint.load(where, model, sharded=sharded)
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
-    whole, where = hf.llama(num_hidden_layers=2), tmp_path / "whole.pt"
+    whole, where = hf.llama(num_hidden_layers=2), tmp_path / "whole.safetensors"
     state = {**whole.state_dict(), "of.nobody": torch.ones(2)}
-    torch.save(state, where)
+    save_file(state, where)
     if sharded:
         where = tmp_path / "c"
         run_ranks(Mesh({"pp": 1, "dp": 1, "tp": 1}), lambda ctx: tpcore.checkpoint.save({"model": state}, where))

@@ -37,9 +37,9 @@ class TreeSum:
         p = self._p()
         if p is not None and p.grad is not None:
             self._before, p.grad = p.grad, None
-            when_backward_ends(self._put_back)  # torch.autograd.grad calls this hook too, and adds to no ``.grad``
+            when_backward_ends(_PutBack(self))  # torch.autograd.grad calls this hook too, and adds to no ``.grad``
 
-    def _put_back(self) -> None:
+    def put_back(self) -> None:
         p, before, self._before = self._p(), self._before, None
         if p is not None and before is not None:
             p.grad = before
@@ -70,6 +70,18 @@ class TreeSum:
             total = part + total
         p.grad = total
         self._shown = total, total._version
+
+
+class _PutBack:
+    """Called when a backward ends, or dropped where it raises: puts the gradient back that was put aside."""
+
+    def __init__(self, of: TreeSum) -> None:
+        self.of = of
+
+    def __call__(self) -> None:
+        self.of.put_back()
+
+    __del__ = __call__
 
 
 def _sum_of(p: Tensor) -> TreeSum | None:

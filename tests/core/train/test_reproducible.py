@@ -208,6 +208,31 @@ def test_gradients_that_a_script_changes_between_backwards_stay_changed() -> Non
     assert run_ranks(Mesh({"tp": 1}), rank, reproducible=2) == [True]
 
 
+class _Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise RuntimeError("out of memory")
+
+
+def test_a_backward_that_raises_leaves_no_gradient_behind() -> None:
+    def rank(ctx: ParallelContext) -> Any:
+        p = nn.Module()
+        p.weight, x = nn.Parameter(torch.zeros(2)), torch.ones(2, requires_grad=True)
+        (p.weight * 3.0).sum().backward()
+        with pytest.raises(RuntimeError, match="out of memory"):
+            torch.autograd.grad((p.weight * _Raises.apply(x)).sum(), (p.weight, x))
+        kept = p.weight.grad.tolist()
+        p.zero_grad()
+        (p.weight * 5.0).sum().backward()
+        return kept, p.weight.grad.tolist()
+
+    assert run_ranks(Mesh({"tp": 1}), rank, reproducible=2) == [([3.0, 3.0], [5.0, 5.0])]
+
+
 @pytest.mark.parametrize(
     ("axes", "most", "message"),
     [

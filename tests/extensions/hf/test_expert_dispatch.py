@@ -16,6 +16,7 @@ from helpers import families, hf
 from helpers.hf import mixtral
 from helpers.pipelines import assert_same_gradients
 from helpers.tiers import tiers
+from helpers.worlds import each_rank
 from test_experts import EP_TP, WHOLE, batches
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -64,6 +65,15 @@ def outcome(experts: Any, given: Any, *parameters: Tensor, mask: float | Tensor 
     leaves = x.clone().requires_grad_(), weights.clone().requires_grad_()
     out = experts(leaves[0], numbers, leaves[1] * mask)
     return out, *torch.autograd.grad(out.square().sum(), (*leaves, *parameters))
+
+
+@each_rank(tp=2)
+def test_arguments_that_do_not_fit_are_refused_as_by_the_own_forward(ctx: tpcore.ParallelContext) -> None:
+    experts, (x, numbers, weights) = layer_of(tpcore.parallelize(hf.double(mixtral))), chosen(0)
+    with pytest.raises(TypeError, match="multiple values for argument 'hidden_states'"):
+        experts(x, numbers, weights, hidden_states=x * 2)
+    with pytest.raises(TypeError, match="too many positional"):
+        experts(x, numbers, weights, x)
 
 
 @pytest.mark.parametrize("mesh", MESHES)

@@ -109,7 +109,9 @@ class ShardedExperts(ParallelModule):
         return super().forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        kwargs = dict(zip(self._names[: len(args)], args, strict=True)) | kwargs
+        if len(args) > len(self._names) or any(name in kwargs for name in self._names[: len(args)]):
+            inspect.signature(self.own_forward).bind(*args, **kwargs)  # raises a TypeError that says which
+        kwargs = dict(zip(self._names, args, strict=False)) | kwargs
         bound = {name: kwargs.pop(name) for name in self._names if name in kwargs}
         if self.sequences is not None and self.dispatch.capacity_factor is not None:
             bound |= self._with_seats(bound[_NUMBERS], bound[_WEIGHTS], self.sequences)
@@ -283,8 +285,7 @@ def specs_of(
         if spec is None:
             raise ValueError(f"{plan.wildcard(name)}.{leaf} ({kind}) has no style, and no known meaning: {remedy}")
         cut[leaf] = spec
-        sizes = [block.size // block.unit for block in spec.blocks[:1]]
-        needs += [Need(f"{name}.{leaf}", size, "features of each expert") for size in sizes]
+        needs += [Need(f"{name}.{leaf}", b.size // b.unit, "features of each expert") for b in spec.blocks[:1]]
     return cut, needs
 
 

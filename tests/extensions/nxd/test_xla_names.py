@@ -74,6 +74,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "replicas": (lambda: xm.rendezvous("a", replicas=[0]), "all 4 ranks meet"),
     "groups": (lambda: xm.reduce_gradients(sgd(), groups=[[0, 1], [2, 3]]), "a mean over dp"),
     "save": (lambda: xm.save({"a": [torch.ones(1)]}, "never"), "a part of the model"),
+    "save of a model": (lambda: xm.save(torch.nn.Linear(1, 1), "never"), "a part of the model"),
     "sharding": (lambda: pl.MpDeviceLoader([], "cpu", input_sharding=1), "input_sharding"),  # type: ignore[arg-type]
     "join": (lambda: xmp.spawn(print, join=False), "join=False"),
 }

@@ -6,6 +6,7 @@ import functools
 import pickle
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from copy import copy
+from io import BytesIO
 from itertools import chain, combinations
 from typing import Any, TypeVar
 
@@ -197,10 +198,20 @@ def save(data: Any, file_or_path: Any, master_only: bool = True, global_master: 
         torch.save(moved(data, "cpu"), file_or_path)
 
 
+class _Tensors(pickle.Pickler):
+    """Whether there are any in what it pickles, in objects of whatever class."""
+
+    found = False
+
+    def persistent_id(self, obj: Any) -> bool | None:
+        self.found |= isinstance(obj, Tensor)
+        return isinstance(obj, Tensor) or None
+
+
 def _has_tensors(data: Any) -> bool:
-    if isinstance(data, Mapping):
-        data = [*data.values()]
-    return isinstance(data, Tensor) or (isinstance(data, list | tuple) and any(map(_has_tensors, data)))
+    pickler = _Tensors(BytesIO())
+    pickler.dump(data)
+    return pickler.found
 
 
 def moved(data: Any, device: Any) -> Any:

@@ -169,10 +169,13 @@ class Script:
 
     def _device(self, tree: ast.AST) -> str | None:
         """The call of this rank's device, by the name that the script has for xla_model everywhere; None without."""
-        bound = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
-        bound |= {n.arg for n in ast.walk(tree) if isinstance(n, ast.arg)}
+        nodes = [*ast.walk(tree)]
+        bound: list[str | None] = [n.id for n in nodes if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)]
+        bound += [n.arg for n in nodes if isinstance(n, ast.arg)]
+        bound += [getattr(n, "name", None) for n in nodes if not isinstance(n, ast.alias)]
         imports = [n for n in getattr(tree, "body", ()) if isinstance(n, ast.Import | ast.ImportFrom)]
         names = [alias.asname or alias.name for node in imports for alias in node.names]
+        bound += [n for n in names if names.count(n) > 1]
         known = (n for n in names if self._moved.get(n) == f"{_XLA}.core.xla_model" and n not in bound)
         return next((f"{name}.xla_device()" for name in known), None)
 

@@ -110,7 +110,8 @@ def test_the_figures_over_http_are_the_whole_models(tmp_path: Path) -> None:
     kinds = ["choices", "perplexity", "rolling", "answers"]  # what is sampled has other numbers
     environment = {"OMP_NUM_THREADS": "1", "HF_DATASETS_CACHE": str(tmp_path / "cache"), "HF_DATASETS_OFFLINE": "1"}
     page = (ROOT / "docs" / "evaluate.md").read_text()
-    lines = re.findall(r"^(?:tpcore serve|lm_eval) .*", page.replace("\\\n", ""), re.M)
+    (url,) = re.findall(r"^URL=(.*)", page, re.M)
+    lines = re.findall(r"^(?:tpcore serve|lm_eval) .*", page.replace("\\\n", "").replace("$URL", url), re.M)
     serve, evaluate = map(shlex.split, lines)
     options = {"stdout": subprocess.PIPE, "cwd": tmp_path, "text": True, "env": {**os.environ, **environment}}
     words = [sys.executable, "-m", "tpcore", *serve[1:], "--port", "0"]

@@ -37,7 +37,7 @@ def test_help(path: tuple[str, ...]) -> None:
     result = CliRunner().invoke(app, [*path, "--help"], terminal_width=WIDTH)
     assert result.exit_code == 0
     assert max(map(len, result.output.splitlines())) <= WIDTH
-    assert "..." not in re.sub(r"(command|arguments|ARGS)\W*\.\.\.", "", result.output)
+    assert "..." not in re.sub(r"(command|paths|arguments|ARGS)\W*\.\.\.", "", result.output)
     assert "…" not in result.output
     for parameter in ALL[path].params:
         options = [*parameter.opts, *parameter.secondary_opts]

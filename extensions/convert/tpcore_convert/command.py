@@ -29,7 +29,7 @@ checkpoint = typer.Typer(
     \b
     Examples:
       tpcore checkpoint inspect ckpt/step-100
-      tpcore checkpoint consolidate ckpt/step-100 model.safetensors
+      tpcore checkpoint consolidate ckpt/step-100 out
 
     Docs: docs/checkpoints.md
     """,
@@ -175,7 +175,7 @@ def inspect_(src: Src, model_key: Key = "model", cut: Cuts = None, trust: Trust 
     with _reporting(True):
         inspected = inspect_checkpoint(src, **reading)
     total = sum(row.bytes for row in inspected.rows)
-    table = Table("name", "shape", "dtype", "cut", "on each rank", "bytes", right=("bytes",))
+    table = Table("name", "shape", "dtype", "sharding", "on each rank", "bytes", right=("bytes",))
     for row in inspected.rows:
         shape, local = ("x".join(map(str, dims)) or "scalar" for dims in (row.shape, row.local))
         table.add_row(row.name, shape, row.dtype, row.cut, local, f"{row.bytes:,}")

@@ -27,7 +27,7 @@ def explain_step(
     ep: int = typer.Option(1, min=1, help="Ranks that share the experts, with --plan; each has other examples."),
     cp: int = typer.Option(1, min=1, help="Ranks that share the tokens of an example."),
     pp: int = typer.Option(1, min=1, help="Pipeline stages, of a model with PipelinedLayers."),
-    batch_size: int = typer.Option(1, min=1, help="Examples of one dp rank in a step."),
+    batch_size: int = typer.Option(1, "--batch", "--batch-size", min=1, help="Examples of one dp rank in a step."),
     seq_len: int = typer.Option(128, min=1, help="Tokens of an example."),
     parallelize: str | None = typer.Option(None, help="MODULE:FUNCTION or FILE.py:FUNCTION that replaces layers."),
     plan: str | None = typer.Option(

@@ -96,8 +96,10 @@ def _how(module: nn.Module, p: nn.Parameter) -> str:
         parts += [f"{blocks} parts, each by itself"] * (blocks > 1) + ["padded"] * mark.layout.padded(mark.ctx.mesh)
         return ", ".join(parts)
     if isinstance(module, ParallelModule):
-        return "whole: what the layer adds to the sum of all ranks, or of a mesh of one"
-    return "whole: of full features, every rank the same" if p.ndim < 2 else "whole: no rule of the plan names it"
+        if mark is not None and mark.layout.cuts:
+            return "whole: the mesh has one rank along its axis"
+        return "whole: what the layer adds to the sum of all ranks"
+    return "whole: of full features, every rank the same" if p.ndim < 2 else "whole: no layer or rule shards it"
 
 
 def _shape(shape: tuple[int, ...]) -> str:

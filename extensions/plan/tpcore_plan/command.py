@@ -26,7 +26,7 @@ def plan_mesh(
     devices: int | None = typer.Option(None, min=1, help="Devices. Default: all of the hosts."),
     per_host: int | None = typer.Option(None, min=1, help="Devices of a host, if not the machine's."),
     memory: str | None = typer.Option(None, help="Of a device, as 16GB, if not the machine's."),
-    batch: int = typer.Option(256, min=1, help="Examples of a step, of all devices together."),
+    batch: int = typer.Option(256, "--batch", "--batch-size", min=1, help="Examples of a step, over all devices."),
     seq_len: int = typer.Option(2048, min=1, help="Tokens of an example."),
     dtype: str = typer.Option("bfloat16", help="Of parameters and activations."),
     capacity_factor: float | None = typer.Option(None, min=0, help="Of experts: how much of an even share each takes."),

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from queue import Queue
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -139,6 +140,7 @@ def main(lifeline: int, fd: int, ready: int, options: dict[str, Any]) -> int:
     threading.excepthook = lambda hook: log.error("%s", hook.exc_value)
     for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn has its own while it runs, and raises the signal again
         signal.signal(number, lambda *_: None)
+    tokenizer = _tokenizer(options["folder"])  # before a rank waits for another
     ctx = init(backend=options["backend"], tp=options["tp"], timeout=options["timeout"])
     engine_options = options["folder"], options["dtype"], options["length"], options["requests"]
     model, engine, limit = engine_of(*engine_options, options["timeout"])
@@ -146,13 +148,20 @@ def main(lifeline: int, fd: int, ready: int, options: dict[str, Any]) -> int:
     if ctx.rank > 0:
         engine.join(time.perf_counter())
         return _failed(engine)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(options["folder"])
     batches = Batches(engine, limit, options["requests"])
     app = application(options["name"], model, tokenizer, batches, (*LOCAL, *options["hosts"]), API_KEY.get())
     if asyncio.run(_served(app, engine, batches, socket.socket(fileno=fd), ready)):
         engine.stop(block=True, timeout=_PATIENCE, hard_stop=True)
         return 0
     return _failed(engine)
+
+
+def _tokenizer(folder: str) -> Any:
+    try:
+        return transformers.AutoTokenizer.from_pretrained(folder)
+    except Exception as e:  # noqa: BLE001  each tokenizer has errors of its own
+        why = shorten(str(e), 120, placeholder=" ...") or type(e).__name__
+        raise ValueError(f"no tokenizer opens: tokenizer.save_pretrained({folder!r}) ({why})") from None
 
 
 def _failed(engine: Any) -> int:

@@ -26,7 +26,7 @@ import neuronx_distributed.parallel_layers.utils as neuronx_dist_utils
 torch.distributed.init_process_group("xla")
 parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
 model = layers.ColumnParallelLinear(4, 8)
-neuronx_distributed.parallel_layers.checkpointing.save(model.state_dict(), "out", save_xser=True)
+neuronx_distributed.parallel_layers.grads.clip_grad_norm(model.parameters(), 1.0, zero1_optimizer=True)
 xm.optimizer_step(
     optimizer, groups=parallel_state.get_data_parallel_group(as_list=True)
 )
@@ -114,9 +114,9 @@ def test_a_script_of_the_first_release() -> None:
     assert script.rewritten().splitlines() == [*imports, *rest]
     assert at(script.findings, 7) == []  # with tpcore_nxd.xla torch knows "xla"
     assert (script.stays, script.by_hand) == (0, 1)
-    saves = at(script.findings, 10)
-    assert {new for _, new, _ in saves} == {"tpcore_nxd.parallel_layers.checkpointing.save"}
-    assert any("save_xser: a ValueError" in note for _, _, note in saves)
+    clips = at(script.findings, 10)
+    assert {new for _, new, _ in clips} == {"tpcore_nxd.parallel_layers.grads.clip_grad_norm"}
+    assert any("zero1_optimizer: a ValueError" in note for _, _, note in clips)
     (step,) = at(script.findings, 11)
     assert step[:2] == ("torch_xla.core.xla_model.optimizer_step", "tpcore_nxd.xla.core.xla_model.optimizer_step")
     assert "tp times too small" in step[2]
@@ -331,7 +331,7 @@ def test_the_command(write: bool, tmp_path: Path) -> None:
     (tmp_path / ".venv/library.py").write_text(NXD_18)
     done = CliRunner().invoke(app, ["migrate", str(tmp_path), *(["--write"] if write else [])])
     assert done.exit_code == 1, done.output
-    assert "1 uses of xla devices and groups" in done.output  # save_xser=True, which raises
+    assert "1 uses of xla devices and groups" in done.output  # zero1_optimizer=True, which raises
     assert f"{tmp_path}/old.py:11: torch_xla.core.xla_model.optimizer_step -> tpcore_nxd.xla" in done.output
     assert "broken.py: not read, SyntaxError" in done.output
     assert "1 files with findings" in done.output
@@ -339,7 +339,7 @@ def test_the_command(write: bool, tmp_path: Path) -> None:
     assert (tmp_path / ".venv/library.py").read_text() == NXD_18
     stays = tmp_path / "stays.py"
     stays.write_text("import fairscale.nn.model_parallel.initialize as fs\n")
-    done = CliRunner().invoke(app, ["migrate", str(stays)])
+    done = CliRunner().invoke(app, ["migrate", str(tmp_path / "broken.py"), str(stays)])
     assert done.exit_code == 1
     assert "1 imports of other libraries stay: change them by hand" in done.output
     (tmp_path / "late.py").write_text(NXD_18)

@@ -253,7 +253,7 @@ def test_documented_calls_of_save_and_load(ctx: ParallelContext, tmp_path: Path)
     state = {"model": model.state_dict(), "step": 3}
     pl.save(state_dict=state, save_dir=by_keyword)
     pl.save(checkpoint=state, output_dir=later_names)
-    pl.save(state, by_position)
+    pl.save(state, by_position, save_xser=True)
     for load in (
         partial(pl.load, load_dir=by_keyword, model_key="model", sharded=True),
         partial(pl.load, chkpt_path=later_names),
@@ -274,7 +274,7 @@ def test_documented_calls_of_save_and_load(ctx: ParallelContext, tmp_path: Path)
 
 @each_rank(tp=1)
 def test_arguments_that_would_be_ignored(ctx: ParallelContext, tmp_path: Path) -> None:
-    for bad in ({"save_xser": True}, {"keep_last": 0}, {"async_save": True, "save_serially": True}):
+    for bad in ({"keep_last": 0}, {"async_save": True, "save_serially": True}):
         with pytest.raises(ValueError, match=next(iter(bad))):
             pl.save({}, tmp_path / "c", **bad)
     for bad in ({"master_dp_only": False}, {"weights_only": False}, {"sharded": False}):

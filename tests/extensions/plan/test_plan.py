@@ -430,7 +430,7 @@ def test_the_command_shows_the_best_and_its_lines(tmp_path: Path) -> None:
     assert "tpcore.init(" in shown.output
     assert "Predicted from published figures, not measured" in shown.output
     assert (tmp_path / "plan.svg").stat().st_size > 10_000
-    data = json.loads(command(where, "--devices", "2", "--batch", "4", "--seq-len", "16", "--json").output)
+    data = json.loads(command(where, "--devices", "2", "--batch-size", "4", "--seq-len", "16", "--json").output)
     assert data["devices"] == 2
     assert data["plans"][0]["mesh"]["tp"] * data["plans"][0]["mesh"]["dp"] * data["plans"][0]["mesh"]["pp"] in (1, 2)
     assert data["machine"]["source"]["flops"].startswith("NVIDIA H100")

@@ -8,6 +8,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import struct
@@ -546,13 +547,19 @@ def test_what_cannot_be_served_is_said_before_anything_starts(folder: Path, tmp_
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_ranks_that_cannot_start_end_it(folder: Path) -> None:
+def test_ranks_that_cannot_start_end_it(folder: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tpcore", "serve", str(folder), "--tp", "5", "--port", "0"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=forked.PATIENCE, check=False)
     assert ended.returncode == 1
     assert "tp=5 does not fit LlamaForCausalLM" in ended.stderr
     assert "exited with status 1 before it could serve" in ended.stderr
     assert "Traceback" not in ended.stderr
+    bare = shutil.copytree(folder, tmp_path / "bare", ignore=shutil.ignore_patterns("*token*"))
+    command[4:7] = str(bare), "--tp", "2"
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=forked.PATIENCE, check=False)
+    assert ended.returncode == 1
+    assert ended.stderr.count("no tokenizer opens: tokenizer.save_pretrained") == 2
+    assert "Connection closed" not in ended.stderr
 
 
 @pytest.mark.processes

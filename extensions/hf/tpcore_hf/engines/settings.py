@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import transformers
@@ -76,7 +77,7 @@ def tokenizer(here: Handover) -> Iterator[Remark]:
         with quiet():
             tokenizer: Any = transformers.AutoTokenizer.from_pretrained(here.folder, trust_remote_code=False)
     except Exception as e:  # noqa: BLE001  each tokenizer has errors of its own
-        line = (str(e) or type(e).__name__).splitlines()[0]
+        line = shorten(str(e), 60, placeholder=" ...") or type(e).__name__  # it may be a list of many lines
         yield Remark("tokenizer", ERROR, f"none that opens: {line}", "tokenizer.save_pretrained(DIR) into the folder")
         return
     if isinstance(rows, int) and len(tokenizer) > rows:

@@ -16,7 +16,7 @@ from .script import Script
 
 
 def migrate(
-    path: Path = typer.Argument(help="A script, or a directory whose Python files are read."),
+    paths: list[Path] = typer.Argument(help="Scripts, and directories whose Python files are read."),
     write: bool = typer.Option(False, "--write", help="Rewrite imports and devices in place."),
     diff: bool = typer.Option(False, "--diff", help="Print what --write changes, as a diff that patch takes."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON for programs."),
@@ -34,14 +34,15 @@ def migrate(
 
     Docs: docs/migrating-from-nxd.md
     """
-    if not path.exists():
-        raise ValueError(f"there is no {path}")
-    if path.suffix == ".ipynb":  # JSON, which reads as Python without imports
-        raise ValueError(f"{path} is a notebook: `jupyter nbconvert --to script` makes a script of it")
-    scripts = [path] if path.is_file() else sorted(path.rglob("*.py"))
+    for path in paths:
+        if not path.exists():
+            raise ValueError(f"there is no {path}")
+        if path.suffix == ".ipynb":  # JSON, which reads as Python without imports
+            raise ValueError(f"{path} is a notebook: `jupyter nbconvert --to script` makes a script of it")
+    scripts = [(file, path) for path in paths for file in ([path] if path.is_file() else sorted(path.rglob("*.py")))]
     found: dict[str, Script] = {}
     changed = 0
-    for file in scripts:
+    for file, path in scripts:
         inside = file.relative_to(path).parts
         if any(part.startswith(".") or part == "site-packages" for part in inside):
             continue

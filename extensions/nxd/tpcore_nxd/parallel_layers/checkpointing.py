@@ -28,11 +28,9 @@ def save(
     **options: Any,
 ) -> None:
     """``tpcore.checkpoint.save``. ``checkpoint`` and ``output_dir`` are other names of the first two arguments.
-    ``save_xser`` is refused."""
+    ``save_xser`` has no effect: there is one format, whose tensors are streamed."""
     state = either("state_dict", state_dict, "checkpoint", checkpoint)
     where = either("save_dir", save_dir, "output_dir", output_dir)
-    if save_xser:
-        raise ValueError("save_xser=True is for a format of torch_xla: leave it out, tensors are streamed in any case")
     if async_save and save_serially:
         raise ValueError("async_save and save_serially: a save in the background keeps no order of ranks")
     options |= {"background": async_save, "in_turn": save_serially, "share_writes": not master_dp_only}

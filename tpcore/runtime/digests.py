@@ -40,8 +40,8 @@ WHOLE_BATCH = (
 def compare_inputs(tensors: Mapping[str, Tensor], comm: Comm, whose: Hashable) -> None:
     """``compare_ranks`` of what the ranks of a tp group get from their programs, in the first calls of each kind, in a
     checked run in all. ``whose``: what is called, a number of it on ``comm``. Collective."""
-    if comm.size == 1 or transformed():
-        return
+    if comm.size == 1 or torch.compiler.is_compiling() or transformed():
+        return  # what follows would be a guard of the graph
     most, kind = checked_calls(), (whose, torch.is_grad_enabled(), *tensors)
     if comm.compared[kind] >= (most if most == ALL else min(most, _FIRST)) or not are_read(tensors, comm):
         return

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..comm.comm import Comm
 from ..comm.transport import CPU, Pending
+from ..private import recorded
 from ..runtime.gradients import check_sums
 from .parameters import Parameters, average_experts, data_comm, unique_parameters
 
@@ -132,8 +133,8 @@ def present_anywhere(has: Sequence[bool], dp: Comm, device: torch.device) -> lis
     if not has or dp.size == 1 or not dp.eager:
         return list(has)
     anywhere = dp.all_reduce(torch.tensor(has, dtype=torch.int64).to(device, non_blocking=True), "max")
-    # on meta a step is recorded and not run
-    return list(has) if anywhere.is_meta else [bool(n) for n in anywhere.tolist()]
+    # on meta, too, a step is recorded and not run
+    return list(has) if anywhere.is_meta or recorded(anywhere) else [bool(n) for n in anywhere.tolist()]
 
 
 @torch.no_grad()

@@ -111,7 +111,7 @@ CORE_TREE := $(CORE_VENV)/tree
 test-core: $(CORE_DONE)  ## the core's quick tests in a tree without extensions/, where transformers is not installed
 	@rm -rf $(CORE_TREE) && mkdir $(CORE_TREE)
 	@tar -c --exclude='./.*' --exclude=__pycache__ --exclude=./extensions --exclude=./tests/extensions . | tar -x -C $(CORE_TREE)
-	@sed -i -e '/^\[project.entry-points."tpcore.extensions"\]/,/^$$/d' -e 's/"extensions\/[^"]*",\{0,1\}//g' \
+	@sed -i -e '/^\[project.entry-points."tpcore.extensions"\]/,/^$$/d' -e '/^"extensions\//d' -e 's/"extensions\/[^"]*",\{0,1\}//g' \
 	    $(CORE_TREE)/pyproject.toml
 	$(CORE_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation \
 	    --editable $(CORE_TREE)

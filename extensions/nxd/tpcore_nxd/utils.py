@@ -45,13 +45,20 @@ def mark_step() -> None:
     _backend().mark_step()
 
 
+def ordinal(local: bool = False) -> int:
+    """This process's rank in the job, also before initialization; ``local``: among those of its host."""
+    if local and settings.LOCAL_RANK.is_set:
+        return settings.LOCAL_RANK.get()
+    return current().rank if is_initialized() else settings.RANK.get()
+
+
 def _is_first(_: object = None) -> bool:
-    return (current().rank if is_initialized() else settings.RANK.get()) == 0
+    return ordinal() == 0
 
 
 def master_print(*args: Any, fd: TextIO | None = None, local: bool = False, flush: bool = True) -> None:
     """Print on rank 0, to ``fd`` or stdout; ``local``: on the first rank of each host."""
-    if settings.LOCAL_RANK.get() == 0 if local and settings.LOCAL_RANK.is_set else _is_first():
+    if ordinal(local) == 0:
         out = fd or sys.stdout
         out.write(f"{' '.join(map(str, args))}\n")
         if flush:

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from helpers.worlds import each_rank
+from transformers import BatchEncoding
+from transformers.modeling_outputs import BaseModelOutput
 
 from tpcore.layout.mesh import Mesh
 from tpcore.runtime.context import ParallelContext
@@ -132,10 +134,14 @@ class Pair(NamedTuple):
 
 def test_a_loader_moves_batches_of_every_kind() -> None:
     batches = [{"a": torch.ones(1), "b": [torch.ones(1), "text"]}, Pair(torch.ones(1), None), torch.ones(1), 3]
-    loader = pl.MpDeviceLoader(batches, torch.device("meta"), loader_prefetch_size=1)
-    mapping, pair, tensor, number = loader
-    assert (len(loader), loader.index(3), number) == (4, 3, 3)  # an attribute of the loader's
+    found = BaseModelOutput(last_hidden_state=torch.ones(1)), BatchEncoding({"a": torch.ones(1)})
+    loader = pl.MpDeviceLoader([*batches, *found], torch.device("meta"), loader_prefetch_size=1)
+    mapping, pair, tensor, number, output, encoding = loader
+    assert (len(loader), loader.index(3), number) == (6, 3, 3)  # an attribute of the loader's
     assert isinstance(pair, Pair)
+    assert (type(output), type(encoding)) == (BaseModelOutput, BatchEncoding)
+    assert {output[0].device.type, encoding["a"].device.type} == {"meta"}
+    assert {found[0][0].device.type, found[1]["a"].device.type} == {"cpu"}
     assert {t.device.type for t in (mapping["a"], mapping["b"][0], pair.x, tensor)} == {"meta"}
     assert batches[0]["a"].device.type == "cpu"  # type: ignore[index,call-overload]
 

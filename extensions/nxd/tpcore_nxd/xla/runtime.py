@@ -5,17 +5,19 @@ from __future__ import annotations
 from tpcore import settings
 from tpcore.runtime.context import current, is_initialized
 
+from ..utils import ordinal
+
 __all__ = ["global_ordinal", "local_ordinal", "world_size"]
 
 
 def global_ordinal() -> int:
     """This process's rank in the job."""
-    return current().rank if is_initialized() else settings.RANK.get()
+    return ordinal()
 
 
 def local_ordinal() -> int:
     """This process's rank among those of its host."""
-    return settings.LOCAL_RANK.get() if settings.LOCAL_RANK.is_set else global_ordinal()
+    return ordinal(local=True)
 
 
 def world_size() -> int:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import pickle
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from copy import copy
+from collections.abc import Callable, Mapping, Sequence
 from io import BytesIO
 from itertools import chain, combinations
 from typing import Any, TypeVar
@@ -13,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from tpcore import nested
 from tpcore.comm.comm import Comm
 from tpcore.layout.mesh import BATCH, DATA
 from tpcore.runtime.consensus import gather_bytes
@@ -215,16 +215,9 @@ def _has_tensors(data: Any) -> bool:
 
 
 def moved(data: Any, device: Any) -> Any:
-    """``data`` with its tensors on ``device``: batches and states, to any depth."""
-    if isinstance(data, torch.nn.Module):  # whose own `to` changes it
-        return data
-    if hasattr(data, "to"):  # a tensor, or a tokenizer's batch
-        return data.to(device)
-    if isinstance(data, MutableMapping):
-        new = copy(data)
-        new.update((key, moved(value, device)) for key, value in data.items())
-        return new
-    if isinstance(data, list | tuple):
-        items = (moved(item, device) for item in data)
-        return type(data)(*items) if hasattr(data, "_fields") else type(data)(items)
-    return data
+    """``data`` with its tensors, and what else has a ``to``, on ``device``: batches and states, to any depth."""
+
+    def there(leaf: Any) -> Any:  # a module's own `to` would change it
+        return leaf.to(device) if hasattr(leaf, "to") and not isinstance(leaf, torch.nn.Module) else leaf
+
+    return nested.mapped(there, data, object)

@@ -214,6 +214,7 @@ def test_modules(line: str, rewritten: str | None, use: str, findings: int) -> N
         ("y = self.x.xla()", "self.x.xla", 0),
         ("parser.add_argument('--device', default='xla')", "'xla'", 0),
         ("dist.init_process_group(backend='xla')", "dist.init_process_group(backend='xla')", 0),
+        ("f(); dist.init_process_group('xla')  # tpcore_nxd.xla", "dist.init_process_group('xla')", 0),
         ("import torch_xla; torch_xla.compile(f)", "torch_xla.compile", 0),
         ("from torch_xla.core import xla_model as xm, xla_builder", "from torch_xla.core import xla_builder", 1),
         ("import torch_xla.core.xla_model as xm; xm.unlazy(x)", "torch_xla.core.xla_model.unlazy", 0),

@@ -144,7 +144,7 @@ class Script:
         devices |= {
             id(arg) for call in calls if ast.unparse(call.func).endswith((".to", ".device")) for arg in call.args
         }
-        known = _XLA in self.text or any(to.startswith(_XLA) for to in self._moved.values())
+        known = any(name.startswith(_XLA) for name in (*self._moved.values(), *_imported(tree)))
         here = self._device(tree)
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and node.attr in ("is_xla", "xla"):
@@ -208,6 +208,14 @@ class Script:
             new = lines[line - 1][:column] + text.encode() + lines[end_line - 1][end_column:]
             lines[line - 1 : end_line] = new.splitlines(keepends=True)
         return b"".join(lines).decode()
+
+
+def _imported(tree: ast.AST) -> Iterator[str]:
+    """The full names that the script imports."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            home = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            yield from (f"{home}{alias.name}" for alias in node.names)
 
 
 def _imported_by_call(call: ast.Call) -> str:

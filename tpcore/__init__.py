@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .backend.extensions import names
+from .backend.registry import names
 from .errors import BackendError, CheckpointError, CollectiveMismatchError, CollectiveTimeoutError, PeerLostError
 from .layers import ColumnParallelLinear, LayerNorm, ParallelEmbedding, ParallelQKV, RMSNorm, RowParallelLinear
 from .layers.apply import init_weights

@@ -15,7 +15,7 @@ from typing import Any
 import typer
 from helpers.places import ROOT, TESTS
 
-from tpcore.backend.extensions import manager, names
+from tpcore.backend.registry import manager, names
 
 FILES = sorted(path for folder in ("tpcore", "backends", "extensions") for path in (ROOT / folder).rglob("*.py"))
 LINES, BODY = 300, 40

@@ -1,15 +1,19 @@
-"""The installed plugins: how a backend is found, and whether it fits this tpcore and this job."""
+"""The installed plugins: how backends and extensions are found, and whether a backend fits this tpcore and this job."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 import pluggy
 
+from ..comm.observer import Observer, Observers
 from ..errors import BackendError
 from ..layout.mesh import Mesh
+from ..log import log
 from .interface import INTERFACE, PROJECT, Backend, hookspec
 
 
@@ -50,15 +54,15 @@ def _named(ep: EntryPoint) -> str:
 
 def _load(ep: EntryPoint) -> type[Backend]:
     where = _named(ep)
-    manager = pluggy.PluginManager(PROJECT)
-    manager.add_hookspecs(Specs)
+    plugins = pluggy.PluginManager(PROJECT)
+    plugins.add_hookspecs(Specs)
     try:
-        manager.register(ep.load())
-        manager.check_pending()
-        cls = manager.hook.tpcore_backend()
+        plugins.register(ep.load())
+        plugins.check_pending()
+        cls = plugins.hook.tpcore_backend()
     except (Exception, SystemExit) as e:  # a module that calls sys.exit must not end the listing
         raise BackendError(f"{where} cannot be loaded: {type(e).__name__}: {e}") from e
-    if not manager.hook.tpcore_backend.get_hookimpls():
+    if not plugins.hook.tpcore_backend.get_hookimpls():
         raise BackendError(
             f"{where}: {ep.value} has no hook: define tpcore_backend() there, decorated with tpcore.backend.hookimpl"
         )
@@ -130,3 +134,66 @@ def backends() -> list[BackendInfo]:
             reason = str(e) if isinstance(e, BackendError) else f"{type(e).__name__}: {e}"
         out.append(BackendInfo(ep.name, *_origin(ep), ep.value, not reason, reason, capabilities, remark))
     return out
+
+
+GROUP = f"{PROJECT}.extensions"
+
+
+class ExtensionSpecs:
+    """What an extension may add. Its entry point is a module with some of these, each decorated by ``hookimpl``; the
+    module is imported in every program that asks for a name, so it imports the rest of the extension in its hooks."""
+
+    @hookspec
+    def tpcore_names(self) -> Mapping[str, str] | None:
+        """Names of ``tpcore``, each with the module that has it and is imported when a program asks for the name."""
+
+    @hookspec
+    def tpcore_checkpoint_forms(self) -> Iterable[Any] | None:
+        """Forms of checkpoint, each a ``tpcore.checkpoint.forms.source.Form``, tried after tpcore's own form."""
+
+    @hookspec
+    def tpcore_guards(self) -> Iterable[Any] | None:
+        """Each a ``tpcore.runtime.guards.Guard``, installed by ``init`` and undone by ``shutdown``."""
+
+    @hookspec
+    def tpcore_observer(self, ctx: Any, certain: bool) -> Observer | None:
+        """What looks on in the checked run of ``ctx``, a ``ParallelContext`` without groups as yet. ``certain``: in any
+        run, on one layer that a plan of the user's own leaves in parts; it reports what is certainly wrong alone."""
+
+    @hookspec
+    def tpcore_commands(self, app: Any) -> None:
+        """Add commands to ``app``, the ``typer.Typer`` of ``tpcore``."""
+
+
+@cache
+def manager() -> pluggy.PluginManager:
+    """All extensions. One that cannot be loaded is left out, with a warning that names it."""
+    found = pluggy.PluginManager(PROJECT)
+    found.add_hookspecs(ExtensionSpecs)
+    for point in sorted(set(entry_points(group=GROUP)), key=lambda point: point.name):
+        try:
+            found.register(point.load(), name=point.name)
+            found.check_pending()
+        except Exception as e:  # noqa: BLE001  a module of somebody else may raise anything
+            owner = f"{point.dist.name} {point.dist.version}" if point.dist else "an unknown distribution"
+            log.warning(f"the extension {point.name!r} of {owner} is left out: {type(e).__name__}: {e}")
+            if found.has_plugin(point.name):
+                found.unregister(name=point.name)
+    return found
+
+
+@cache
+def names() -> Mapping[str, str]:
+    """The module of each name that an extension adds. ValueError for a name of two extensions."""
+    found: dict[str, str] = {}
+    for added in manager().hook.tpcore_names():
+        for name, module in added.items():
+            if found.setdefault(name, module) != module:
+                raise ValueError(f"tpcore.{name} is added by {found[name]} and by {module}: uninstall one of them")
+    return found
+
+
+def observer_of(ctx: Any, *, certain: bool = False) -> Observer | None:
+    """The observers of all extensions; None if they have none."""
+    found = [o for o in manager().hook.tpcore_observer(ctx=ctx, certain=certain) if o is not None]
+    return found[0] if len(found) == 1 else Observers(*found) if found else None

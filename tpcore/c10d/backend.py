@@ -22,11 +22,10 @@ from ..comm.transport import Transport
 from ..errors import BackendError
 from ..layout.mesh import Group
 from ..runtime.guards import Guard, installed, refusing
-from .functional import FunctionalTransport
 from .supervision.rendezvous import store_of_environment
 from .supervision.supervisor import Members, Supervisor
 from .supervision.waiting import Waiting
-from .transport import C10dTransport
+from .transport import C10dTransport, FunctionalTransport
 
 _REPLICAS = signature(DistributedDataParallel.__init__)
 

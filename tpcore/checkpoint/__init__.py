@@ -11,11 +11,10 @@ from torch import nn
 
 from ..runtime.consensus import gather, together
 from ..runtime.context import current
-from .forms.registry import open_source
 from .forms.source import Reading
 from .manifest import newest
 from .read.load import Loading
-from .read.source import StrPath
+from .read.source import StrPath, open_source
 from .storage.files import naming
 from .write.background import save_in_background, wait
 from .write.save import Options, write_checkpoint

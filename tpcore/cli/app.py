@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from ..backend.extensions import manager
+from ..backend.registry import manager
 from ..settings import __version__
 from .commands import Commands
 from .console import echo

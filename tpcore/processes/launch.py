@@ -19,10 +19,10 @@ from typing import Any, TypeVar
 from .. import settings
 from ..log import inform_of_start, log
 from ..runtime.memory import keep_freed_memory
-from .program import interpreter
 from .transfer import (
     Outcome,
     death,
+    interpreter,
     nameless_file,
     outcome_of,
     pack_call,

@@ -17,7 +17,7 @@ from torch.nn.utils import clip_grad, parametrize, prune
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from ..backend.extensions import manager
+from ..backend.registry import manager
 from ..private import CLIPPED
 from .context import current, is_initialized
 

@@ -6,9 +6,8 @@ import sys
 from typing import NoReturn
 
 from .. import settings
-from ..backend.extensions import observer_of
 from ..backend.interface import Backend
-from ..backend.registry import backend_class, check_fits, load_backend
+from ..backend.registry import backend_class, check_fits, load_backend, observer_of
 from ..comm.observer import Observer
 from ..comm.signature import ALL, checked_calls
 from ..errors import BackendError

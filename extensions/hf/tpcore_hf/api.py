@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from tpcore.backend.extensions import observer_of
+from tpcore.backend.registry import observer_of
 from tpcore.comm.comm import Comm
 from tpcore.comm.signature import checked_calls
 from tpcore.layers import ColumnParallelLinear

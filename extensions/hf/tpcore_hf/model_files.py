@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tpcore import checkpoint
-from tpcore.checkpoint.read.optimizer import state_here
+from tpcore.checkpoint.read.states import state_here
 from tpcore.layers.sharding import sharding
 from tpcore.log import inform
 from tpcore.runtime.consensus import together

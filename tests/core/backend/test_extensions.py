@@ -16,7 +16,7 @@ from helpers.distributions import installed
 from typer.testing import CliRunner
 
 import tpcore
-from tpcore.backend import extensions
+from tpcore.backend import registry
 from tpcore.comm.mappings import gather
 from tpcore.runtime.guards import Guard, refusing, whole_tensors_only
 from tpcore.runtime.guards import installed as guarded
@@ -99,8 +99,8 @@ Install = Callable[..., None]
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
     def forget() -> None:
-        extensions.manager.cache_clear()
-        extensions.names.cache_clear()
+        registry.manager.cache_clear()
+        registry.names.cache_clear()
 
     def put(name: str, code: str) -> None:
         place = tmp_path / name
@@ -236,8 +236,8 @@ def test_a_checked_run_has_the_observers_of_all_extensions(install: Install, mon
 
 def test_a_checked_run_without_an_observer_says_so(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TPCORE_CHECK", "always")
-    monkeypatch.setattr(extensions, "entry_points", lambda group: [])
-    extensions.manager.cache_clear()
+    monkeypatch.setattr(registry, "entry_points", lambda group: [])
+    registry.manager.cache_clear()
     with pytest.raises(tpcore.BackendError, match="TPCORE_CHECK=always asks for a checked run, and no installed ext"):
         tpcore.init(ThreadBackend(0, ThreadWorld(1)))
     assert not tpcore.is_initialized()
@@ -246,7 +246,7 @@ def test_a_checked_run_without_an_observer_says_so(install: Install, monkeypatch
 def test_a_command(install: Install) -> None:
     install("mine", ALL)
     app = typer.Typer()
-    extensions.manager().hook.tpcore_commands(app=app)
+    registry.manager().hook.tpcore_commands(app=app)
     assert CliRunner().invoke(app, ["greet"]).output == "a command of theirs\n"
 
 

@@ -21,7 +21,7 @@ from tpcore.backend.interface import DynamicDim
 from tpcore.layers.embedding import check_ids
 from tpcore.runtime.context import ParallelContext
 from tpcore.trace.programs import GRAPH
-from tpcore_cpu_gloo import compiled
+from tpcore_cpu_gloo import programs
 from tpcore_cpu_gloo.programs import load
 
 TP2 = Mesh({"pp": 1, "dp": 1, "tp": 2})
@@ -40,10 +40,10 @@ def _numbers_and_errors(ctx: ParallelContext, folder: Path, worth: float) -> Non
     dims = [{0: DynamicDim("rows", 1, 9)}] * 2
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TPCORE_INDUCTOR", "1")
-        patch.setattr(compiled, "WORTH", worth)
+        patch.setattr(programs, "WORTH", worth)
         ctx.backend.trace(fn, weights, inputs(4), dims, folder)
     ctx.world.all_reduce(torch.ones(1))
-    assert (folder / compiled.CODE).exists() == (worth > 0)
+    assert (folder / programs.CODE).exists() == (worth > 0)
     for elsewhere in (False, True):
         ctx.world.all_reduce(torch.ones(1))
         said = json.loads((folder / GRAPH).read_text())
@@ -51,7 +51,7 @@ def _numbers_and_errors(ctx: ParallelContext, folder: Path, worth: float) -> Non
             said["compiled"]["flags"].append("unobtainium")
             ctx.world.all_reduce(torch.ones(1))
             (folder / GRAPH).write_text(json.dumps(said))  # each rank the same
-            assert compiled.missing(said["compiled"]) == "a processor with unobtainium"
+            assert programs.missing(said["compiled"]) == "a processor with unobtainium"
         ctx.world.all_reduce(torch.ones(1))
         program = ctx.backend.load_program(folder, weights)
         for rows in (4, 1, 7):
@@ -97,10 +97,10 @@ def _not_compiled(ctx: ParallelContext, folder: Path, fault: str) -> list[str]:
         patch.setenv("TPCORE_INDUCTOR", "1")
         patch.setattr(torch._inductor, "aoti_compile_and_package", compile_)
         patch.setattr(torch._inductor, "aoti_load_package", load)
-        patch.setattr(compiled, "WORTH", math.inf)
+        patch.setattr(programs, "WORTH", math.inf)
         if fault == "no messages":
-            patch.setattr(compiled, "INTERFACE", Path(os.devnull))
-        patch.setattr(compiled, "inform", said.append)
+            patch.setattr(programs, "INTERFACE", Path(os.devnull))
+        patch.setattr(programs, "inform", said.append)
         weights = {"w": torch.full((3,), 2.0)}
         ctx.backend.trace(lambda w, x: [x[0] * w["w"]], weights, [torch.ones(3)], [{}], folder)
     ctx.world.all_reduce(torch.ones(1))
@@ -125,7 +125,7 @@ def test_the_graph_is_used_where_the_code_is_not_right(pool: RankPool, tmp_path:
 
 
 def test_code_that_does_not_load_is_named(tmp_path: Path) -> None:
-    (tmp_path / GRAPH).write_text(json.dumps({"weights": [], "groups": [], "compiled": compiled.host()}))
-    (tmp_path / compiled.CODE).write_bytes(b"damaged")
+    (tmp_path / GRAPH).write_text(json.dumps({"weights": [], "groups": [], "compiled": programs.host()}))
+    (tmp_path / programs.CODE).write_bytes(b"damaged")
     with pytest.raises(BackendError, match=r"compiled\.pt2 does not load here, trace the model again on this machine"):
         load(tmp_path, {}, lambda _: None)  # type: ignore[arg-type,return-value]

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 import tpcore
 from tpcore.checkpoint import load
-from tpcore.checkpoint.forms import registry
 from tpcore.checkpoint.forms.rank_files import RankFiles, even_spec, grid
 from tpcore.checkpoint.forms.source import Fill, Form, Reading, Source, SpecOf, Stage, State
+from tpcore.checkpoint.read import source
 from tpcore.checkpoint.read.source import read_shards, unsharded
 from tpcore.checkpoint.stored import MemoryShard, Stored
 from tpcore.errors import CheckpointError
@@ -70,8 +70,8 @@ def open_npz(path: str, how: Reading, stack: ExitStack) -> Source | None:
 
 @pytest.fixture(autouse=True)
 def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = tuple(registry.forms())
-    monkeypatch.setattr(registry, "forms", lambda: (Form(sharded=True, open=open_npz), *known))
+    known = tuple(source.forms())
+    monkeypatch.setattr(source, "forms", lambda: (Form(sharded=True, open=open_npz), *known))
 
 
 def test_blocks_of_a_form_are_those_of_the_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,7 +238,7 @@ class Half(Stage):
 
 
 def test_a_form_of_stages_that_opens_at_its_own_number_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "forms", lambda: [Form(sharded=True, open=lambda path, how, stack: Halves())])
+    monkeypatch.setattr(source, "forms", lambda: [Form(sharded=True, open=lambda path, how, stack: Halves())])
 
     def read(ctx: ParallelContext) -> None:
         rank, n = ctx.coord("tp"), ctx.mesh.axes["tp"]
@@ -290,8 +290,8 @@ def test_order_of_copied_heads(order: tuple[int, ...], tmp_path: Path) -> None:
 
     def k() -> Stored:
         with ExitStack() as stack:
-            source = registry.open_source(str(tmp_path / "c"), Reading(), stack)
-            found: Stored = source.stage(0, None, lambda name, shape, m: spec).model()["k"]
+            opened = source.open_source(str(tmp_path / "c"), Reading(), stack)
+            found: Stored = opened.stage(0, None, lambda name, shape, m: spec).model()["k"]
             return found
 
     assert torch.equal(unsharded(k()), heads.view(4, 2))

@@ -20,9 +20,8 @@ from ..storage.files import Progress, bar, listed, naming
 from ..storage.tensorfile import nbytes_of
 from ..stored import Stored
 from ..tree import dotted, is_optimizer
-from .model import ModelState, TensorRead, aligned
-from .optimizer import layouts_here, parameter_layouts, state_here
 from .source import model_of
+from .states import ModelState, TensorRead, aligned, layouts_here, parameter_layouts, state_here
 
 
 def _counted(fill: ReadRun, progress: Progress) -> ReadRun:

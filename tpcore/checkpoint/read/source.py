@@ -1,4 +1,4 @@
-"""Reads the model in a checkpoint of any form, without a process group or a module, one shard at a time."""
+"""Opens a checkpoint of any form, and reads its model without a process group or a module, one shard at a time."""
 
 from __future__ import annotations
 
@@ -11,19 +11,47 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...backend.registry import manager
 from ...errors import CheckpointError
 from ...layout.layout import Layout
 from ...layout.mesh import Mesh
 from ...layout.shard import ShardSpec
-from ..forms.native import Native
+from ..forms import native, whole
 from ..forms.pickles import parted
 from ..forms.rank_files import even_spec
-from ..forms.registry import open_source
-from ..forms.source import Reading, Source, SpecOf, State
-from ..forms.whole import in_memory
-from ..storage.files import listed, naming
+from ..forms.source import Form, Reading, Source, SpecOf, State
+from ..storage.files import MANIFEST, PREFIX, listed, naming
 from ..stored import ReadPlan, Stored
-from .model import aligned, misfits
+from .states import aligned, misfits
+
+
+def forms() -> Iterator[Form]:
+    """In the order in which they are tried: tpcore's own, those of extensions, unsharded models."""
+    yield native.FORM
+    for added in manager().hook.tpcore_checkpoint_forms():
+        yield from added
+    yield whole.FORM
+
+
+def open_source(path: str, how: Reading, stack: ExitStack, *, sharded: bool | None = None) -> Source:
+    """Open a checkpoint of any form, until ``stack`` closes. ``sharded``: only forms with this property."""
+    for form in forms():
+        if sharded in (None, form.sharded) and (source := form.open(path, how, stack)) is not None:
+            return source
+    raise CheckpointError(_unknown(path, sharded))
+
+
+def _unknown(path: str, sharded: bool | None) -> str:
+    if not os.path.exists(path):
+        return f"{path} does not exist"
+    if not os.path.isdir(path):
+        return f"{path} is a file: give sharded=False" if sharded else f"{path} is neither a file nor a directory"
+    names = sorted(os.listdir(path))
+    if sharded or (sharded is None and any(name.startswith(PREFIX) for name in names)):
+        contents = f"it holds {names[:3]}" if names else "it is empty"
+        return f"{path} is no checkpoint: {os.path.join(path, MANIFEST)} is missing ({contents})"
+    return f"{path} is a directory without model.safetensors or pytorch_model.bin, or an index of either"
+
 
 StrPath = str | os.PathLike[str]
 
@@ -53,7 +81,7 @@ def opened(path: StrPath, how: Reading, rules: Sequence[ShardRule] = ()) -> Iter
     """Open a checkpoint of any form. ValueError for ``rules`` if the form records its cuts itself."""
     with ExitStack() as stack:
         source = open_source(os.fspath(path), how, stack)
-        if rules and isinstance(source, Native):
+        if rules and isinstance(source, native.Native):
             raise ValueError(f"{source.path} records the cuts of its tensors: leave out the rules")
         yield source
 
@@ -124,7 +152,7 @@ def read_shards(
     layouts = {name: Layout.of(spec, "tp") for name, (spec, _) in wanted.items()}
     with ExitStack() as stack:
         if isinstance(source, Mapping):
-            where, saved = "the state", in_memory(parted(source, how, "the state")[0], "the state")
+            where, saved = "the state", whole.in_memory(parted(source, how, "the state")[0], "the state")
         else:
             where = os.fspath(source)
             with naming("load", where):

@@ -15,9 +15,8 @@ from torch import Tensor
 from ...comm.comm import Comm
 from ...comm.transport import Pending
 from ...errors import BackendError
-from .chance import Chance, DrawnCall
+from .chance import WAYS, Chance, DrawnCall, Placed, placed
 from .collectives import METHODS, plain_argument
-from .placed import WAYS, Placed, placed
 from .rank import RankCheck, Right, check, differs
 from .samples import Numbers, kinds
 

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ...runtime.context import current
-from ..clip import norm_of, scale_to
+from ..clip import norm_in_order, norm_of, scale_to
 from ..data_parallel import Bucket, overlap_of, present_anywhere
 from ..parameters import check_for_parts, check_not_replaced, data_comm, named_of, names_of
-from ..reproducible import norm_in_order
 from .chunk import Accumulation, ParameterChunk, ReadRun, Reduction, in_buckets, kind_of
 from .elementwise import check_elementwise, own_parts
 from .state import IN_STEP, MASTER, Outline, check_kind, entries_of, outline_of, renumbered

@@ -13,11 +13,10 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from tpcore.checkpoint.forms.registry import open_source
 from tpcore.checkpoint.forms.source import Reading
 from tpcore.checkpoint.forms.whole import Whole, in_memory, open_file
 from tpcore.checkpoint.read.load import Loading
-from tpcore.checkpoint.read.source import StrPath
+from tpcore.checkpoint.read.source import StrPath, open_source
 from tpcore.checkpoint.storage.files import naming
 from tpcore.checkpoint.stored import Stored
 from tpcore.errors import CheckpointError, extra

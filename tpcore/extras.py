@@ -1,15 +1,30 @@
-"""In which versions of other libraries the extras were tested: their ranges in this distribution's metadata."""
+"""Which other libraries are here, and in which versions the extras were tested: their ranges in the metadata."""
 
 from __future__ import annotations
 
 import re
 from functools import cache
+from importlib.machinery import ModuleSpec
 from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.util import find_spec
 
 from .log import log
 
 LIBRARIES = ("hf", "trainer", "peft", "trl", "serve")
 """The extras of libraries whose internals are used, so that another release may be another thing."""
+
+
+def module_spec(module: str) -> ModuleSpec | None:
+    """Where a module would be imported from; None where it is not installed, nor for what a script has put into
+    ``sys.modules`` in its place, which has no spec."""
+    try:
+        return find_spec(module)
+    except ValueError:
+        return None
+    except ModuleNotFoundError as e:
+        if not f"{module}.".startswith(f"{e.name}."):  # a package above it is there, and misses something
+            raise
+        return None
 
 
 def _number(text: str) -> tuple[int, ...]:

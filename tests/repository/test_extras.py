@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 from helpers.hf import llama
@@ -10,6 +13,7 @@ from typer.testing import CliRunner
 
 import tpcore
 from tpcore import Mesh, extras
+from tpcore.backend.registry import backend_class
 from tpcore.cli.app import app
 from tpcore.testing import run_ranks
 
@@ -51,3 +55,31 @@ def test_the_commands_and_the_first_call_say_it_once(
         run_ranks(Mesh({"tp": 1}), lambda ctx: tpcore.parallelize(llama()))
     said = [r.getMessage() for r in caplog.records if "was not tested" in r.getMessage()]
     assert said == [*extras.untested("hf")]
+
+
+@pytest.mark.parametrize(
+    ("name", "there"),
+    [
+        ("torch", True),
+        ("torch.nn", True),
+        ("stand_in", False),
+        ("stand_in.core.model", False),
+        ("nowhere.at.all", False),
+    ],
+)
+def test_what_a_script_puts_in_the_place_of_a_module_is_not_installed(
+    monkeypatch: pytest.MonkeyPatch, name: str, there: bool
+) -> None:
+    monkeypatch.setitem(sys.modules, "stand_in", ModuleType("stand_in"))  # its __spec__ is None
+    assert (extras.module_spec(name) is not None) == there
+    monkeypatch.setitem(sys.modules, "torch_xla", ModuleType("torch_xla"))
+    reason = backend_class("neuron").unavailable()
+    assert reason is not None
+    assert "torch_xla is not installed" in reason
+
+
+def test_a_package_that_misses_another_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "half.py").write_text("import what_is_missing")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="what_is_missing"):
+        extras.module_spec("half.inner")

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from functools import cache
 from hashlib import blake2b
 from importlib.metadata import entry_points
-from importlib.util import find_spec
 from pathlib import Path
 from types import CodeType
 
@@ -18,6 +17,7 @@ import torch
 
 from .. import settings
 from ..errors import CollectiveMismatchError
+from ..extras import module_spec
 
 ALL = sys.maxsize
 _WARMUP = 512
@@ -36,7 +36,7 @@ def library() -> tuple[str, ...]:
     """How the paths of files begin that are tpcore's, torch's, or of a package that is plugged into tpcore."""
     groups = entry_points()
     points = (*groups.select(group="tpcore"), *groups.select(group="tpcore.extensions"))
-    found = [find_spec(name) for name in {point.module.partition(".")[0] for point in points}]
+    found = [module_spec(name) for name in {point.module.partition(".")[0] for point in points}]
     # a plugin of one file may lie beside a user's own
     packages = [folder for spec in found if spec is not None for folder in spec.submodule_search_locations or ()]
     files = sorted(spec.origin for spec in found if spec and spec.origin and not spec.submodule_search_locations)

@@ -7,7 +7,6 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from tpcore.backend.interface import Backend, Capabilities, CompilerOptions, Dim
 from tpcore.c10d.backend import C10dBackend
 from tpcore.comm.transport import Transport
 from tpcore.errors import BackendError
+from tpcore.extras import module_spec
 from tpcore.layout.mesh import Group
 from tpcore.runtime.context import current
 
@@ -47,14 +47,14 @@ class NeuronBackend(Backend):
 
     @classmethod
     def unavailable(cls) -> str | None:
-        # find_spec, not import: importing torch_xla claims the device and takes seconds
-        if find_spec("torch_xla") is None:
+        # the spec, not import: importing torch_xla claims the device and takes seconds
+        if module_spec("torch_xla") is None:
             return f"torch_xla is not installed. {platform.INSTALL}"
         if wrong := platform.wrong_versions():
             return wrong
         if DEVICE.get() != DEVICE.default:
             return None  # another device is set explicitly, e.g. XLA on a CPU
-        if find_spec("torch_neuronx") is None:
+        if module_spec("torch_neuronx") is None:
             return f"torch_neuronx is not installed. {platform.INSTALL}"
         if not platform.neuron_devices():
             return (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from traceback import extract_tb
 
 from tpcore.backend.interface import ProgramInfo
 from tpcore.errors import BackendError, described
+from tpcore.extras import module_spec
 from tpcore.log import inform_of_start
 from tpcore.processes.launch import launch
 from tpcore.settings import CHECK, environment
@@ -94,7 +94,7 @@ def _run_script(script: list[str]) -> list[HloProgram]:
 def _run(script: list[str]) -> None:
     path, *arguments = script[1:] if script[0] == "-m" else script
     if script[0] == "-m":
-        spec = importlib.util.find_spec(path)
+        spec = module_spec(path)
         if spec is None or spec.origin is None:
             raise BackendError(f"there is no module {path}")
         path = spec.origin

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from tpcore.backend.interface import CompilerOptions, LoadedProgram
 from tpcore.errors import BackendError
+from tpcore.extras import module_spec
 from tpcore.layout.mesh import Group
 from tpcore.settings import LOCAL_RANK, LOCAL_WORLD_SIZE
 
@@ -123,7 +123,7 @@ def _trn1(n: int) -> bool:
 
 def target() -> str | None:
     """``trn1``, ``inf2``, ``trn2``...; None without torch_neuronx."""
-    if find_spec("torch_neuronx") is None:
+    if module_spec("torch_neuronx") is None:
         return None
     from torch_neuronx.utils import get_platform_target
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Callable, Mapping
-from importlib.util import find_spec
 from multiprocessing import Pipe
 from typing import Any
 
 from torch import Tensor
 
 from tpcore.errors import BackendError, PeerLostError, described
+from tpcore.extras import module_spec
 from tpcore.processes.launch import Processes
 from tpcore.processes.transfer import Outcome, pack_call, root_cause, unpack_outcome
 from tpcore.settings import environment
@@ -48,7 +48,7 @@ def run_replicas(
     """
     if not isinstance(world, int) or world < 1:
         raise ValueError(f"world must be a whole number of replicas, 1 or more, not {world!r}")
-    if find_spec("torch_xla") is None:
+    if module_spec("torch_xla") is None:
         raise BackendError("replicas need torch_xla: pip install 'tpcore[xla]', which brings torch 2.9 with it")
     process = _processes.get(world)
     if process is None or not process.alive:

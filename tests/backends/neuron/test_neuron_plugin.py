@@ -171,7 +171,7 @@ def test_it_says_what_it_can_do_before_anything_starts():
 def test_the_installed_packages_choose_the_backend(monkeypatch, caplog, version, has_xla, backend):
     """torch_xla decides nothing: other packages of AWS bring it."""
     monkeypatch.setattr(platform, "installed", lambda name: version)
-    monkeypatch.setattr(platform, "find_spec", lambda name: object() if has_xla else None)
+    monkeypatch.setattr(platform, "module_spec", lambda name: object() if has_xla else None)
     with caplog.at_level("INFO", "tpcore"):
         assert tpcore_neuron.tpcore_backend().__name__ == backend
     assert ("native backend" in caplog.text) == (backend == "NativeBackend")

@@ -222,6 +222,7 @@ def test_modules(line: str, rewritten: str | None, use: str, findings: int) -> N
         ("import torch_xla.core.xla_model as xm; xm = 1; f(device='xla')", "'xla'", 0),
         ("import torch_xla.core.xla_model as xm; import mine as xm; f(device='xla')", "'xla'", 0),
         ("import torch_xla.core.xla_model as xm\nclass xm: pass\nf(device='xla')", "'xla'", 0),
+        ("d = torch.device('xla')\nimport torch_xla.core.xla_model as xm", "'xla'", 0),
         ("importlib.import_module('torch_xla.runtime')", "importlib.import_module('torch_xla.runtime')", 1),
         ("import torch_neuronx", "import torch_neuronx", 1),
         # after the rewriting of its import it is in another module

@@ -13,12 +13,12 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
 
 from ...errors import CheckpointError
+from ...extras import module_spec
 from ...log import on_terminal
 from ...settings import __version__
 
@@ -45,7 +45,7 @@ SILENT = Progress(None)
 @contextmanager
 def bar(title: str, total: int, *, shown: bool) -> Iterator[Progress]:
     """Progress of ``total`` bytes as a tqdm bar. Silent unless ``shown``, and without tqdm or a terminal."""
-    if not (shown and total and on_terminal() and find_spec("tqdm")):
+    if not (shown and total and on_terminal() and module_spec("tqdm")):
         yield SILENT
         return
     from tqdm import tqdm

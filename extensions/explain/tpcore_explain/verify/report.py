@@ -6,10 +6,10 @@ import json
 import os
 import platform
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
-from importlib.metadata import version
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -81,7 +81,7 @@ def checked(ctx: ParallelContext, backend: str, note: str = "") -> Report:
     now = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M")
     versions = {"tpcore": tpcore.__version__, "torch": torch.__version__, "python": platform.python_version()}
     for name in ("transformers", "torch_xla"):
-        if find_spec(name):
+        with suppress(PackageNotFoundError):
             versions[name] = version(name)
     machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores"
     rows = [_merged(ctx, row) for row in _rows(ctx)]

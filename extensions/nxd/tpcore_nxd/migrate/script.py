@@ -145,7 +145,7 @@ class Script:
             id(arg) for call in calls if ast.unparse(call.func).endswith((".to", ".device")) for arg in call.args
         }
         known = any(name.startswith(_XLA) for name in (*self._moved.values(), *_imported(tree)))
-        here = self._device(tree)
+        since, here = self._device(tree)
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and node.attr in ("is_xla", "xla"):
                 self._by_hand(node, ast.unparse(node), "tpcore.current().device", _DEVICE)
@@ -156,8 +156,8 @@ class Script:
                 note = "tpcore joins the job by itself; a group that the script makes otherwise is used"
                 if not known:  # importing tpcore_nxd.xla has made it known to torch
                     self._by_hand(call, ast.unparse(call), "nothing", note)
-            # in an f-string a node has another place before Python 3.12
-            elif here and id(node) in devices and text.strip(b"\"'") == b"xla":
+            # a device above the import cannot have its name; in an f-string a node has another place before Python 3.12
+            elif here and node.lineno > since and id(node) in devices and text.strip(b"\"'") == b"xla":
                 self.findings.append(Finding(node.lineno, repr(node.value), here))
                 self._edits.append((node.lineno, node.col_offset, node.lineno, node.end_col_offset or 0, here))
             else:
@@ -167,17 +167,19 @@ class Script:
         self.by_hand += 1
         self.findings.append(Finding(node.lineno, old, new, note))
 
-    def _device(self, tree: ast.AST) -> str | None:
-        """The call of this rank's device, by the name that the script has for xla_model everywhere; None without."""
+    def _device(self, tree: ast.AST) -> tuple[int, str | None]:
+        """The line of the import, and the call of this rank's device, by the name that the script has for xla_model
+        everywhere; None without."""
         nodes = [*ast.walk(tree)]
         bound: list[str | None] = [n.id for n in nodes if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)]
         bound += [n.arg for n in nodes if isinstance(n, ast.arg)]
         bound += [getattr(n, "name", None) for n in nodes if not isinstance(n, ast.alias)]
         imports = [n for n in getattr(tree, "body", ()) if isinstance(n, ast.Import | ast.ImportFrom)]
-        names = [alias.asname or alias.name for node in imports for alias in node.names]
+        lines = [(alias.asname or alias.name, node.lineno) for node in imports for alias in node.names]
+        names = [name for name, _ in lines]
         bound += [n for n in names if names.count(n) > 1]
-        known = (n for n in names if self._moved.get(n) == f"{_XLA}.core.xla_model" and n not in bound)
-        return next((f"{name}.xla_device()" for name in known), None)
+        known = (it for it in lines if self._moved.get(it[0]) == f"{_XLA}.core.xla_model" and it[0] not in bound)
+        return next(((line, f"{name}.xla_device()") for name, line in known), (0, None))
 
     def _chains(self, tree: ast.AST) -> Iterator[tuple[ast.expr, str, str | None]]:
         """Longest dotted names that begin with an imported one, what they stand for, and what they reach

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from datetime import timedelta
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch.distributed as dist
+
+from tpcore.extras import module_spec
 
 
 def _gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
@@ -18,7 +19,7 @@ def _environment(url: str, **_: Any) -> Any:
     return dist.rendezvous("env://")
 
 
-if find_spec("torch_xla"):
+if module_spec("torch_xla.distributed.xla_backend"):
     import_module("torch_xla.distributed.xla_backend")
 elif "xla" not in dist.Backend.backend_list:
     dist.Backend.register_backend("xla", _gloo, devices=["cpu"])

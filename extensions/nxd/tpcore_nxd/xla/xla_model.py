@@ -108,6 +108,10 @@ def _reduced(kind: str, x: Tensor, scale: float, comm: Comm) -> Tensor:
     if kind in ("sum", "max"):
         total = comm.all_reduce(x.clone(), kind, donate=True)  # type: ignore[arg-type]
     elif kind in _BY_PAIRS:
+        if kind in (REDUCE_AND, REDUCE_OR) and (x.is_floating_point() or x.is_complex()):
+            raise TypeError(
+                f"all_reduce({kind!r}) is of bits, and {x.dtype} has none to reduce: pass x != 0, or use min or max"
+            )
         total = functools.reduce(_BY_PAIRS[kind], comm.all_gather(x[None], 0).unbind())
     else:
         raise ValueError(f"a reduction is one of sum, max, {', '.join(_BY_PAIRS)}, not {kind!r}")
@@ -144,6 +148,8 @@ def all_gather(
 
 def rendezvous(tag: str, payload: bytes = b"", replicas: Sequence[int] | None = None) -> list[bytes]:
     """Wait for all ranks; the payloads of each. ValueError for ``replicas`` that are not all of them."""
+    if not isinstance(payload, bytes):
+        raise TypeError(f"rendezvous(payload={payload!r}) sends bytes: pass text.encode(), or pickle.dumps(value)")
     if replicas and sorted(replicas) != [*range(world_size())]:
         raise ValueError(f"rendezvous(replicas={list(replicas)}): all {world_size()} ranks meet; leave it out")
     return gather_bytes(payload, _context().world) if world_size() > 1 else [payload]

@@ -123,27 +123,32 @@ def _hooked(model: Any, names: list[str], kind: str) -> Any:
 
 
 def _accepted(model: Any, kind: str) -> list[str]:
-    """The modules whose hooks ``parallelize`` takes: of layers alike those of the first."""
+    """The modules whose hooks ``parallelize`` takes: of the first of layers alike, all but those that it names."""
     first = {re.sub(r"\d+", "*", name): name for name, _ in reversed([*model.named_modules()]) if name}
 
     def rank(ctx: tpcore.ParallelContext) -> list[str]:
-        return [name for name in first.values() if _takes(model, name, kind)]
+        names = [*first.values()]
+        while refused := _refused(model, names, kind):
+            names.remove(refused)
+        return names
 
     return run_ranks(TWO, rank)[0]
 
 
-def _takes(model: Any, name: str, kind: str) -> bool:
-    hooked = _hooked(copy.deepcopy(model), [name], kind)
+def _refused(model: Any, names: list[str], kind: str) -> str | None:
+    """The module of ``names`` that a refusal names first."""
+    hooked = _hooked(copy.deepcopy(model), names, kind)
     before = [*hooked.modules()]
     try:
         tpcore.parallelize(hooked)
     except ValueError as e:
         why = str(e)
     else:
-        return True
-    assert name.rpartition(".")[2] in why
+        return None
     assert [*hooked.modules()] == before
-    return False
+    found = {at.start(): name for name in names if (at := re.search(rf"(?<![\w.]){re.escape(name)}(?![\w.])", why))}
+    assert found, why
+    return found[min(found)]
 
 
 def attached(kind: str, family: str, folder: Path) -> None:

@@ -9,14 +9,14 @@ from __future__ import annotations
 import copy
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from helpers.endings import said
-from helpers.transports import GLOO, OverRoad, each_road  # noqa: F401  a fixture
+from helpers.transports import GLOO, SHARED, OverRoad, each_road  # noqa: F401  a fixture
 
 import tpcore
 from tpcore.comm import mappings as ops
@@ -121,13 +121,16 @@ def _message(ctx: ParallelContext, kind: str, odd: int, before: int = 0) -> str:
 
 
 def quick(test: str, params: Mapping[str, Any]) -> bool:
-    """Each kind on one road."""
-    if "kind" not in params or test == "test_one_rank_of_four_disagrees":
-        return not params or params.get("pool") is GLOO
-    return [*KINDS].index(params["kind"]) % 2 == (params["pool"] is GLOO)
+    """What is not told for each kind, on one road."""
+    return "kind" in params or not params or params.get("pool") is GLOO
 
 
-@pytest.mark.parametrize("kind", KINDS)
+def each_on_a_road(kinds: Iterable[str]) -> pytest.MarkDecorator:
+    points = [(kind, (SHARED, GLOO)[i % 2]) for i, kind in enumerate(kinds)]
+    return pytest.mark.parametrize(("kind", "pool"), points, indirect=["pool"])
+
+
+@each_on_a_road(KINDS)
 def test_every_rank_learns_who_disagrees_and_where(pool: OverRoad, kind: str) -> None:
     messages = pool.run(Mesh({"tp": 2}), _message, kind, 1)
     assert messages[0] == messages[1]
@@ -136,7 +139,7 @@ def test_every_rank_learns_who_disagrees_and_where(pool: OverRoad, kind: str) ->
         assert re.search(rf"\n  rank {rank}: #\d+ \w+.* at .*test_gloo_mismatch\.py:\d+ in ", messages[0])
 
 
-@pytest.mark.parametrize("kind", ["sum_against_max", "all_reduce_against_all_gather", "in_backward"])
+@each_on_a_road(["sum_against_max", "all_reduce_against_all_gather", "in_backward"])
 def test_one_rank_of_four_disagrees(pool: OverRoad, kind: str) -> None:
     messages = pool.run(Mesh({"tp": 4}), _message, kind, 2)
     assert len(set(messages)) == 1
@@ -185,7 +188,7 @@ def _agree_then_differ(ctx: ParallelContext, calls: int) -> None:
 LATE = ("transposed", "sum_against_max", "swapped_operations", "one_call_more", "in_backward")
 
 
-@pytest.mark.parametrize("kind", LATE)
+@each_on_a_road(LATE)
 def test_calls_after_the_checked_ones_are_compared_too(pool: OverRoad, kind: str) -> None:
     """Before the wrong numbers are returned, and before gloo would abort the process."""
     messages = pool.run(Mesh({"tp": 2}), _message, kind, 1, _CHECKED, env=WARMUP)

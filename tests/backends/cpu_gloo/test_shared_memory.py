@@ -8,8 +8,9 @@ import os
 import re
 import resource
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ import pytest
 import torch
 from helpers.endings import ENDS, STEPS, Tiny, ends_at, names, said
 from helpers.rank_pool import RankPool
-from helpers.tiers import diagonal
 
 from tpcore.c10d.supervision.status import Verdict
 from tpcore.c10d.supervision.waiting import Waiting
@@ -157,16 +157,10 @@ def test_buffers_grow_as_far_as_all_have_memory(pool: RankPool) -> None:
         assert lean.run(TP2, _grown) == [(4000.0, 64)] * 2
 
 
-def quick(test: str, params: Mapping[str, Any]) -> bool:
-    """Each end, step and world; the calls that differ in pieces and whole."""
-    if test == "test_calls_that_differ_are_named_and_the_group_goes_on":
-        return diagonal(params, world=[2, 4], large=[4, 1000], check=["1", "0"])
-    return not {"step"} & params.keys() or diagonal(params, how=[*ENDS], step=[*STEPS["shared memory"]], world=[2, 4])
-
-
 # -- the ends -----------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("step", STEPS["shared memory"])
-@pytest.mark.parametrize(("how", "world"), [*zip(ENDS, (2, 4, 2, 4, 2), strict=True)])  # helpers.lost_ranks: each
+@pytest.mark.parametrize(  # each once; helpers.lost_ranks: each with each
+    ("how", "world", "step"), [*zip(ENDS, (2, 4, 2, 4, 2), cycle(STEPS["shared memory"]), strict=False)]
+)
 def test_a_rank_that_ends_at_any_step_is_named(tiny: RankPool, tmp_path: Path, how: str, step: str, world: int) -> None:
     outcomes = tiny.outcomes(Mesh({"tp": world}), ends_at, how, step, str(tmp_path))
     for outcome in outcomes[:-1]:
@@ -295,8 +289,7 @@ def _two(comm: Comm, n: int) -> object:
     return first(), second()
 
 
-@pytest.mark.parametrize(("check", "world"), [("1", 2), ("0", 4)])
-@pytest.mark.parametrize("large", [4, 1000])
+@pytest.mark.parametrize(("check", "world", "large"), [("1", 2, 4), ("0", 4, 1000)])  # whole, and in pieces
 def test_calls_that_differ_are_named_and_the_group_goes_on(tiny: RankPool, large: int, check: str, world: int) -> None:
     every = tiny.run(Mesh({"tp": world}), _differ, large, env={"TPCORE_CHECK": check})
     for texts in every:

@@ -157,10 +157,8 @@ CELLS: list[tuple[str, str, dict[str, int], dict[str, bool]]] = [
 ]
 
 
-def cells() -> list[Any]:
-    """In all ways, each in one of them first: what ways and masks do together, an attention by itself shows."""
-    first = [(*cell, WAYS[i % len(WAYS)]) for i, cell in enumerate(CELLS)]
-    return tiers(first, slow=[(*cell, way) for cell in CELLS for way in WAYS])
+# each in one way: what ways and masks do together, an attention by itself shows
+IN_A_WAY = [(*cell, WAYS[i % len(WAYS)]) for i, cell in enumerate(CELLS)]
 
 
 @pytest.mark.parametrize("dealt", [False, True])
@@ -170,7 +168,7 @@ def test_a_rank_without_labels_adds_nothing_to_a_masked_models_loss(dealt: bool)
     assert_equal(MODELS["bert"], CP2, batch, "gather", dealt)
 
 
-@pytest.mark.parametrize(("name", "batch", "mesh", "options", "way"), cells(), ids=str)
+@pytest.mark.parametrize(("name", "batch", "mesh", "options", "way"), IN_A_WAY, ids=str)
 def test_equals_the_whole_model(
     name: str, batch: str, mesh: dict[str, int], options: dict[str, bool], way: str
 ) -> None:
@@ -237,11 +235,7 @@ def test_every_family_of_the_list(family: str, monkeypatch: pytest.MonkeyPatch) 
 CP2_PP2 = {"pp": 2, "dp": 1, "cp": 2, "tp": 1}
 
 
-STAGED = ("llama", "mistral, window", "gpt2", "bert")
-STAGES = tiers(
-    [("llama", "plain", "gather"), ("mistral, window", "padded", "ulysses"), ("gpt2", "packed", "ring")],
-    itertools.product(STAGED, BATCHES, WAYS),
-)
+STAGES = [("llama", "plain", "gather"), ("mistral, window", "padded", "ulysses"), ("gpt2", "packed", "ring")]
 
 
 @pytest.mark.parametrize(("name", "batch", "way"), STAGES)
@@ -280,7 +274,7 @@ def routed() -> Any:
 ROUTED = [("plain", "ulysses", False), ("padded", "ring", False), ("packed", "ring", True), ("packed", "gather", False)]
 
 
-@pytest.mark.parametrize(("batch", "way", "dealt"), tiers(ROUTED, slow=itertools.product(BATCHES, WAYS, (False, True))))
+@pytest.mark.parametrize(("batch", "way", "dealt"), ROUTED)
 def test_the_loss_of_routers_is_that_of_all_tokens(batch: str, way: str, dealt: bool) -> None:
     assert_equal(routed, CP2, BATCHES[batch](), way, dealt=dealt)
 

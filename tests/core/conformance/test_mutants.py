@@ -377,11 +377,7 @@ def stale(nth: int) -> Callable[..., Tensor]:
     return method
 
 
-for _name in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "permute"):
-    wrong(f"test_many {_name}", **{f"RepeatsTheThousandth_{_name}": stale(1000)})
-wrong("test_many all_reduce", CountsCallsIn16Bits=stale(1 << 16))
-
-
+wrong("test_many all_reduce", RepeatsTheThousandth=stale(1000))
 wrong(
     "test_many start_all_reduce",
     RepeatsTheThousandthStart=lambda t, x, *how: stale(1000)(t, t.all_reduce(x, *how), x).clone,
@@ -592,10 +588,6 @@ class Large(Kit):
     large = collectives.LARGE
 
 
-class Long(Kit):
-    calls = 70_000
-
-
 class Few(Kit):
     """In two dtypes: test_kit_threads.py has all."""
 
@@ -603,7 +595,7 @@ class Few(Kit):
         return super().choices() | {"dtype": [torch.float32, torch.bool]}
 
 
-KINDS = {"SendsBeforeItReceives": Large, "CountsCallsIn16Bits": Long}
+KINDS = {"SendsBeforeItReceives": Large}
 QUICK = "values overlap groups in_order transpose_law random_streams large many"
 
 
@@ -669,10 +661,5 @@ def test_there_are_enough() -> None:
     }
 
 
-# the sum of two is the same in either order, and so many calls are for a kit that is told to make them
-HIDDEN = {"EachRankStartsALargeSumWithItself", "CountsCallsIn16Bits"}
-SHOWN = {"MaximumOfTwoZerosIsItsOwn", "DividesHalvesBeforeItSums", "SumsOfDenormalsAreZero"}
-SHOWN |= {"CutsSumsOffInsteadOfRounding", "WholeNumbersWithoutDimsAreLong"}
-EVERY = {name: fault for name, fault in FAULTS.items() if name not in HIDDEN}
-SHOWN |= set({by.split()[0]: name for name, (by, _) in reversed(EVERY.items())}.values())  # each test's first
-SHOWN |= {name for name, (by, _) in EVERY.items() if by.split()[0] in ("test_many", "test_freed")}
+SHOWN = {by.split()[0]: (name, cls) for name, (by, cls) in reversed(FAULTS.items())}
+"""The first fault of each test of the kit."""

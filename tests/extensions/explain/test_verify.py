@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from faults import Faults, Plain, first_of
-from test_mutants import EVERY, SHOWN
+from faults import Plain
+from helpers.tiers import tiers
+from test_mutants import SHOWN
 from typer.testing import CliRunner
 
 from tpcore import Mesh, ParallelContext
@@ -27,23 +28,19 @@ def test_verifying_a_backend_that_cannot_run_starts_nothing(
     assert not list(tmp_path.iterdir())
 
 
-# two ranks, which make no all-to-all of a sum in order
-SHOWN_BY_VERIFY = Faults(
-    (n, (by, cls)) for n, (by, cls) in EVERY.items() if by.split()[0] in EDGES and n in SHOWN and n != "TurnsRowsOf17"
-)
+# two ranks make no all-to-all of a sum in order
+SHOWN_BY_VERIFY = sorted({*EDGES} & SHOWN.keys() - {"test_in_order"})
 
 
-@pytest.mark.parametrize("name", first_of(SHOWN_BY_VERIFY, "test_overlap"))
-def test_a_users_machine_shows_the_fault(name: str) -> None:
-    caught_by, cls = SHOWN_BY_VERIFY[name]
-
+@pytest.mark.parametrize("test", tiers(["test_overlap"], slow=SHOWN_BY_VERIFY))
+def test_a_users_machine_shows_the_fault(test: str) -> None:
     def shows(ctx: ParallelContext) -> bool:
         try:
-            return any(row.wrong for row in edge_rows(ctx, [caught_by.split()[0]]))
+            return any(row.wrong for row in edge_rows(ctx, [test]))
         except RuntimeError:  # in place of a wrong number: a result whose memory cannot be written, say
             return True
 
-    assert any(run_ranks(Mesh({"tp": 2}), shows, backend=cls))
+    assert any(run_ranks(Mesh({"tp": 2}), shows, backend=SHOWN[test][1]))
 
 
 @pytest.mark.slow

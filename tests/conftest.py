@@ -52,7 +52,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     for item in items:
         params = getattr(getattr(item, "callspec", None), "params", {})
-        if "pool" in getattr(item, "fixturenames", ()) or params.get("ranks") == "processes":
+        if "pool" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.xdist_group(f"pool of {item.path.name}"))
             item.add_marker(pytest.mark.processes)
         quick = getattr(getattr(item, "cls", None) or getattr(item, "module", None), "quick", None)
@@ -93,10 +93,7 @@ def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 
-@pytest.fixture(params=["threads", "processes"])
-def ranks(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
-    """``ranks(mesh, fn, *args)`` calls ``fn(ctx, *args)`` on every rank: the test runs on both kinds."""
-    if request.param == "processes":
-        pool: RankPool = request.getfixturevalue("pool")
-        return pool.run
+@pytest.fixture
+def ranks() -> Callable[..., list[Any]]:
+    """``ranks(mesh, fn, *args)`` calls ``fn(ctx, *args)`` on every rank."""
     return lambda mesh, fn, *args: run_ranks(mesh, lambda ctx: fn(ctx, *args))

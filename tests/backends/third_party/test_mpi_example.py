@@ -75,13 +75,6 @@ def test_it_passes_the_kit(python: str, ranks: int, part: tuple[str, ...], tmp_p
     run("mpirun", "-n", str(ranks), python, "-m", "pytest", "-q", "-x", *part, "test_conformance.py", cwd=tmp_path)
 
 
-def test_it_trains_a_pipeline_by_the_default_permute(python: str, tmp_path: Path) -> None:
-    script = shutil.copy(ROOT / "tests/scripts/pipeline_over_mpi.py", tmp_path)
-    out = run("mpirun", "-n", "2", python, str(script), cwd=tmp_path)
-    for rank in range(2):
-        assert f"rank {rank}: 4 steps of 2 stages equal those of the whole model" in out
-
-
 def test_it_is_listed(python: str, tmp_path: Path) -> None:
     out = run(python, "-m", "tpcore", "backends", cwd=tmp_path)
     assert ["mpi", "tpcore-mpi", "0.1.0", "yes"] in [line.split()[:4] for line in out.splitlines()]

@@ -19,7 +19,7 @@ from helpers.killed_saves import Counted, killed, state, version
 from helpers.rank_pool import RankPool
 from helpers.tiers import tiers
 
-from tpcore.checkpoint import load, save, stored
+from tpcore.checkpoint import save
 from tpcore.checkpoint.storage import files
 from tpcore.checkpoint.storage import publish as staging
 from tpcore.checkpoint.write import save as writing
@@ -293,37 +293,3 @@ def test_killed_at_a_step(how: str, victim: int, each: bool, pool: RankPool, tmp
         assert 1 in seen
     else:
         assert seen <= {1}
-
-
-# -- a rank that ends by itself ---------------------------------------------------------------------------
-BOTH = Mesh({"dp": 2, "tp": 2})
-
-
-def _save_and_die(ctx: ParallelContext, path: str) -> None:
-    if ctx.rank == 0:
-        writing.write_tensors = lambda *args: os._exit(7)  # type: ignore[attr-defined]
-    write(ctx, path, 6)
-
-
-def test_a_rank_dies_in_a_save(pool: RankPool, tmp_path: Path) -> None:
-    """The others hear of it, the previous checkpoint is whole, and the next save clears up."""
-    path = tmp_path / "c"
-    pool.run(BOTH, write, str(path), 5)
-    for outcome in pool.outcomes(BOTH, _save_and_die, str(path)):
-        assert isinstance(outcome.error, PeerLostError)  # and not CollectiveTimeoutError
-    assert version(path) == 5
-    pool.run(BOTH, write, str(path), 7)
-    assert version(path) == 7
-    assert os.listdir(tmp_path) == ["c"]
-
-
-def _load_and_die(ctx: ParallelContext, path: str) -> None:
-    if ctx.rank == 3:
-        stored.ReadPlan.fill = lambda self, *_, **__: os._exit(7)  # type: ignore[method-assign]
-    load(path)
-
-
-def test_a_rank_dies_in_a_load(pool: RankPool, tmp_path: Path) -> None:
-    pool.run(BOTH, write, str(tmp_path / "c"), 5)
-    for outcome in pool.outcomes(BOTH, _load_and_die, str(tmp_path / "c")):
-        assert isinstance(outcome.error, PeerLostError)

@@ -18,7 +18,6 @@ from torch.nn.utils import prune
 from torch.overrides import TorchFunctionMode
 
 import tpcore
-from tpcore.layers.sharding import sharding
 from tpcore.layout.shard import ShardSpec
 from tpcore.runtime.context import ParallelContext
 
@@ -53,16 +52,6 @@ def test_specs_of_a_model_cover_its_state(ctx: ParallelContext) -> None:
         "plain.bias": ShardSpec((4,)),
         "count": ShardSpec((3,)),
     }
-
-
-@each_rank(dp=1, tp=2)
-def test_marks_stay_on_a_state_a_copy_and_another_dtype(ctx: ParallelContext) -> None:
-    layer = tpcore.ColumnParallelLinear(4, 8, blocks=2)
-    for tensor in (layer.state_dict()["weight"], copy.deepcopy(layer).weight, layer.double().weight):
-        found = sharding(tensor)
-        assert found is not None
-        assert found.layout.spec == layer.shard_specs["weight"]
-    assert sharding(nn.Linear(2, 2).weight) is None
 
 
 @each_rank(dp=1, tp=2)
@@ -114,17 +103,6 @@ def test_a_rank_does_not_prune_by_a_threshold_of_its_own(ctx: ParallelContext, h
         MASKS[how](layer)
     assert [name for name, _ in layer.named_parameters()] == ["weight", "bias"]
     MASKS[how](nn.Linear(4, 4))
-
-
-@each_rank(dp=1, tp=2)
-def test_norms_of_gradients_are_refused_where_they_are_parts(ctx: ParallelContext) -> None:
-    model = nn.Sequential(tpcore.ColumnParallelLinear(4, 8), nn.Linear(8, 2))
-    model(torch.ones(1, 4)).sum().backward()
-    for of in (model, model[0]):
-        with pytest.raises(ValueError, match=r"call tpcore\.clip_grad_norm"):
-            torch.nn.utils.get_total_norm([p.grad for p in of.parameters()])
-    torch.nn.utils.get_total_norm([p.grad for p in model[1].parameters()])
-    torch.nn.utils.clip_grad_value_(model.parameters(), 0.1)
 
 
 INITS: dict[str, Any] = {

@@ -83,17 +83,6 @@ def test_a_pipeline_is_the_plain_model(pp: int, tp: int, dp: int, count: int, to
     assert set().union(*names) == {name for name, _ in plain(layers, tied=True).named_parameters()}
 
 
-@each_rank(pp=2, dp=1, tp=2)
-def test_checked_runs_find_nothing_in_stages(ctx: ParallelContext) -> None:
-    with use(replace(ctx, observer=Observer())):
-        both_ways(tpcore.current(), 4, 2, True)
-        tpcore.optimizer_step(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1))
-
-
-def test_over_gloo(pool: Any) -> None:
-    pool.run(mesh(2, 2), both_ways, 4, 4, True)
-
-
 # -- checkpoints ------------------------------------------------------------------------------------------
 def staged(ctx: ParallelContext, tied: bool) -> nn.Module:
     model = cut(4, ctx, tied=tied)

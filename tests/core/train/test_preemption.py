@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 from helpers.rank_pool import RankPool
-from helpers.transports import each_road  # noqa: F401  the fixture ``pool``
 
 import tpcore
 from tpcore import Mesh

@@ -263,6 +263,11 @@ def test_a_written_number_is_itself_beside_the_number_of_a_layer() -> None:
     mlp = {"transformer.h.*.ffn.0": "colwise", "transformer.h.*.ffn.2": "rowwise"}
     hf.assert_equals_whole(ctrl, plan=attention | mlp)
 
+    class WithPlan(transformers.CTRLLMHeadModel):  # a class that brings its own
+        _tp_plan = attention | mlp
+
+    assert rules_of(WithPlan(ctrl().config), {}).items() >= (attention | mlp).items()
+
     def kinds(ctx: tpcore.ParallelContext) -> list[str]:
         model = tpcore.parallelize(ctrl(), plan=attention | mlp | {"transformer.h.1.ffn": "replicate"})
         return [type(layer.ffn[i]).__name__ for layer in model.transformer.h for i in (0, 2)]

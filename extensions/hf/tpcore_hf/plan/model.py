@@ -72,7 +72,7 @@ def own_rules(model: Any) -> dict[str, Rule]:
 
     names = {wildcard(name) for name, _ in model.named_modules()}
     names |= {wildcard(name) for name, _ in model.named_parameters()}
-    rules: dict[str, Rule] = {k: v for k, v in (getattr(model, "tp_plan", None) or {}).items() if k in names}
+    rules: dict[str, Rule] = {k: v for k, v in (getattr(model, "tp_plan", None) or {}).items() if wildcard(k) in names}
     for prefix, part in model.named_modules():
         of_family = families.rules_of(part.config) if isinstance(part, PreTrainedModel) else {}
         of_model = {f"{prefix}.{name}".removeprefix("."): rule for name, rule in of_family.items()}

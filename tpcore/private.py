@@ -30,11 +30,11 @@ _FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 def recorded(*tensors: Tensor) -> bool:
     """Whether operators become a graph now, or have no values: in torch.compile, torch.export, make_fx, torch.jit.trace
-    and on fake tensors. ``tensors``: some that they get."""
+    and on tensors that are fake or on meta. ``tensors``: some that they get."""
     if torch.compiler.is_dynamo_compiling():
         return True
     modes = get_proxy_mode() is not None or torch._C._get_dispatch_mode(_FAKE) is not None
-    return modes or torch.jit.is_tracing() or any(isinstance(t, FakeTensor) for t in tensors)
+    return modes or torch.jit.is_tracing() or any(t.is_meta or isinstance(t, FakeTensor) for t in tensors)
 
 
 unwrapped = torch._C._functorch.get_unwrapped

@@ -38,7 +38,7 @@ def check_ids(ids: Tensor, size: int, what: str, ignore: int | None = None, *, r
         return
     while is_wrapped(ids):  # vmap reads no values
         ids = unwrapped(ids)
-    if not ids.numel() or ids.is_meta:
+    if not ids.numel():
         return
     low, high = (int(v) for v in torch.aminmax(ids))
     if ignore is not None and (low < 0 or high >= size):

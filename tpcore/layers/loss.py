@@ -28,9 +28,9 @@ DEVICE_CHUNK = 1 << 26
 """The same on a device with a queue: few kernels, each far longer than its launch, and 256 MiB of float32."""
 
 
-def _eager(comm: Comm) -> bool:
+def _eager(comm: Comm, *tensors: Tensor) -> bool:
     """Whether Python may loop and write in place: not on lazy devices, and not into a graph."""
-    return comm.eager and not recorded()
+    return comm.eager and not recorded(*tensors)
 
 
 def _chunks(logits: Tensor, comm: Comm) -> Iterator[slice]:
@@ -59,7 +59,7 @@ def _local_softmax(
     share = torch.softmax(logits, -1, out=None if out is None else _in_blocks(out, comm))
     largest = logits.amax(-1)
     log_sum = largest - share.amax(-1).log()
-    if reads and not largest.is_meta and largest.amin() > lowest:
+    if reads and largest.amin() > lowest:
         return share, log_sum
     # Rows with only -inf or padding on this rank have softmax 0 here, not nan. Their maximum is -inf, and on
     # torch_xla the lowest finite number.
@@ -79,9 +79,8 @@ class _CrossEntropy(torch.autograd.Function):
         local, away, ignored = _located(target, logits.shape[-1], comm, ignore)
         padding = padding_of(logits, comm, vocab)
 
-        softmax, eager = None, _eager(comm)
-        reads = eager and comm.reads_are_cheap
-        if eager and logits.dtype is wide and ctx.needs_input_grad[0]:
+        softmax, reads = None, comm.reads_are_cheap and _eager(comm, logits)
+        if _eager(comm) and logits.dtype is wide and ctx.needs_input_grad[0]:
             softmax = torch.empty_like(logits, memory_format=torch.contiguous_format)
         rows = logits.new_empty((comm.blocks or 1, 3 if smoothing else 2, len(target)), dtype=wide)
         for at in _chunks(logits, comm):
@@ -122,7 +121,7 @@ class _CrossEntropy(torch.autograd.Function):
         out = torch.empty_like(logits, memory_format=torch.contiguous_format) if softmax is None else softmax
         for at in _chunks(logits, comm):
             if softmax is None:
-                reads = comm.reads_are_cheap and _eager(comm)
+                reads = comm.reads_are_cheap and _eager(comm, logits)
                 chunk, _ = _local_softmax(logits[at].to(part.dtype), padding, comm, reads, None)
             else:
                 chunk = _in_blocks(softmax[at], comm)

@@ -53,8 +53,7 @@ def compare_inputs(tensors: Mapping[str, Tensor], comm: Comm, whose: Hashable) -
 def are_read(tensors: Mapping[str, Tensor], comm: Comm) -> bool:
     """Whether the ranks of ``comm`` can compare ``tensors``: a graph that is made now would keep the comparison, and a
     lazy backend would run a program for each value."""
-    traced = torch.compiler.is_compiling() or recorded(*tensors.values())
-    return comm.eager and not traced and not any(t.is_meta for t in tensors.values())
+    return comm.eager and not (torch.compiler.is_compiling() or recorded(*tensors.values()))
 
 
 def compare_ranks(tensors: Mapping[str, Tensor], comm: Comm, pair: str, need: str) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from typing import NoReturn
 
+import torch
+
 from .. import settings
 from ..backend.interface import Backend
 from ..backend.registry import backend_class, check_fits, load_backend, observer_of
@@ -17,7 +19,6 @@ from .consensus import agree, gather
 from .context import ParallelContext, current, enter_process, in_eager_mode, is_initialized, leave_process
 from .gradients import summed_in_trees
 from .guards import whole_tensors_only
-from .reproducible import check
 
 
 def default_backend() -> tuple[str, str]:
@@ -133,7 +134,7 @@ def init(
     rank, world = chosen.start(seconds)
     try:
         divided = mesh_of(tp, pp, ep, cp, world)
-        check(reproducible, divided, chosen.device())
+        check_reproducible(reproducible, divided, chosen.device())
         ctx = _divided(chosen, divided, rank, _observer(ParallelContext(chosen, divided, rank)), reproducible)
     except BaseException:
         chosen.stop()
@@ -176,7 +177,7 @@ def remesh(tp: int = 1, pp: int = 1, *, ep: int = 1, cp: int = 1) -> ParallelCon
     """Divide the running job anew, before it has layers or optimizers. Collective. Raises ValueError as ``init``."""
     old = current()
     mesh = mesh_of(tp, pp, ep, cp, old.mesh.size)
-    check(old.reproducible, mesh, old.device)
+    check_reproducible(old.reproducible, mesh, old.device)
     ctx = _divided(old.backend, mesh, old.rank, old.observer, old.reproducible)
     ctx.ended.enter_context(old.ended.pop_all())
     leave_process()
@@ -193,3 +194,36 @@ def shutdown() -> None:
         raise RuntimeError("tpcore.shutdown() without tpcore.init()")
     ctx.ended.close()
     ctx.backend.stop()
+
+
+_UNLIKE = {
+    "ep": "an expert's product is over the tokens of all ep ranks at once, and over those of one at ep=1",
+    "cp": "attention adds what each of the cp ranks has of the keys, in parts of the sizes that these have",
+}
+
+
+def check_reproducible(most: int | None, mesh: Mesh, device: torch.device) -> None:
+    """Raise ValueError, on all ranks, unless a job on ``mesh`` can be reproducible up to ``most`` ranks of tp."""
+    if most is None:
+        return
+    if not isinstance(most, int) or most < 2 or most & (most - 1):
+        raise ValueError(
+            f"reproducible is the largest degree of tp at which the bits are the same, a power of two from 2 on, not "
+            f"{most!r}"
+        )
+    axes = mesh.axes
+    for axis, why in _UNLIKE.items():
+        if axes.get(axis, 1) > 1:
+            raise ValueError(f"reproducible={most} with {axis}={axes[axis]}: {why}: leave one of the two out")
+    for axis, largest in (("tp", most), ("dp", 1 << 62)):
+        size = axes.get(axis, 1)
+        if size & (size - 1) or size > largest:
+            up_to = f" up to {most}; pass a larger number, in each run" if size > largest else ""
+            raise ValueError(
+                f"reproducible={most} with {axis}={size}: what ranks add is a tree over a power of two of them{up_to}"
+            )
+    if device.type == "cpu" and (threads := torch.get_num_threads()) > 1:
+        raise ValueError(
+            f"reproducible={most} with {threads} threads: torch divides sums among them by the sizes of tensors, which "
+            "differ between degrees: call torch.set_num_threads(1), or start with OMP_NUM_THREADS=1"
+        )

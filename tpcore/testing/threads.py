@@ -26,7 +26,7 @@ from ..processes.transfer import Outcome, outcome_of, root_cause
 from ..runtime.context import ParallelContext, use
 from ..runtime.gradients import summed_in_trees
 from ..runtime.guards import whole_tensors_only
-from ..runtime.reproducible import check
+from ..runtime.init import check_reproducible
 
 GRACE = 5.0  # seconds for ranks to end once one has failed, or the time is over
 T = TypeVar("T")
@@ -233,7 +233,7 @@ def run_ranks(
     caller's random state. ``reproducible``: as in ``tpcore.init``.
 
     If ranks fail, the first failure that is not a consequence of another is raised."""
-    check(reproducible, mesh, torch.device("cpu"))
+    check_reproducible(reproducible, mesh, torch.device("cpu"))
     world = ThreadWorld(mesh.size)
 
     def one(rank: int) -> T:

@@ -133,8 +133,7 @@ def present_anywhere(has: Sequence[bool], dp: Comm, device: torch.device) -> lis
     if not has or dp.size == 1 or not dp.eager:
         return list(has)
     anywhere = dp.all_reduce(torch.tensor(has, dtype=torch.int64).to(device, non_blocking=True), "max")
-    # on meta, too, a step is recorded and not run
-    return list(has) if anywhere.is_meta or recorded(anywhere) else [bool(n) for n in anywhere.tolist()]
+    return list(has) if recorded(anywhere) else [bool(n) for n in anywhere.tolist()]
 
 
 @torch.no_grad()

@@ -48,7 +48,7 @@ from .shard import quantized
 from .shard.figures import count_whole
 from .shard.forwards import drop_by_rank, share_inputs
 from .shard.gradients import watch_first
-from .shard.loss import cut_loss
+from .shard.logits import cut_loss
 from .shard.products import multiply_each_alone
 from .shard.refusals import guard, is_guarded
 from .shard.replace import replace, restored_if_refused

@@ -30,8 +30,7 @@ def export(
     """
     with extra("hf", "tpcore export"):
         from .engines.check import findings
-        from .engines.engine import engines
-        from .engines.handover import LEVELS
+        from .engines.handover import LEVELS, engines
     if engine not in (known := [*engines(), "transformers"]):
         raise ValueError(f"--for {engine}: there are {', '.join(known)}")
     wanted = engines().get(engine)

@@ -19,7 +19,7 @@ from tpcore.runtime.context import current, is_initialized
 
 from . import parallelize
 from .accelerate import Accelerator
-from .shard.loss import READS_WHOLE_HEAD
+from .shard.logits import READS_WHOLE_HEAD
 from .trainer import Trainer
 
 with extra("trl", "tpcore_hf.trl"):

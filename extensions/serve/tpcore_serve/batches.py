@@ -18,7 +18,7 @@ from transformers.cli.serving.utils import (
     response_events_to_chunks,
 )
 
-from .logprobs import Likelihood, Names, Passage
+from .sampling import Likelihood, Names, Passage
 from .text import Text
 
 _ENDED = "a rank failed, and the ranks start again: ask again"

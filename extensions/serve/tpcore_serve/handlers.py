@@ -15,7 +15,7 @@ from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.utils import Modality, ReasoningText, ToolCall, build_response_parser
 
-from .logprobs import of_chat, of_completion
+from .sampling import of_chat, of_completion
 from .text import Text
 
 

@@ -28,7 +28,7 @@ from benchmarks import engines as maker
 from tpcore import Mesh, checkpoint
 from tpcore.cli.app import app
 from tpcore.testing import run_ranks
-from tpcore_hf.engines.engine import engines
+from tpcore_hf.engines.handover import engines
 
 # peft asks transformers by a name that it has given up
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")

@@ -22,7 +22,7 @@ from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
 from tpcore.trace import TensorParallelModel, generate, generate_each, parallel_model_load, parallel_model_save
 from tpcore_hf.generate.cached import CachedModel
-from tpcore_hf.plan.arguments import cache_argument
+from tpcore_hf.plan.inputs import cache_argument
 
 PROMPTS = [[5, 17, 9, 40, 41, 3, 77, 8, 23, 50, 51, 4], [30, 31, 60]]
 LENGTH = 32

@@ -16,7 +16,7 @@ from transformers.generation.continuous_batching.continuous_api import OutputRou
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
 from tpcore_serve.batches import Stream
-from tpcore_serve.logprobs import Likelihood, Names, of_chat, of_completion
+from tpcore_serve.sampling import Likelihood, Names, of_chat, of_completion
 from tpcore_serve.text import Text
 
 SPECIAL, END = "<s>", "<end>"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from ...runtime.consensus import gather, together
 from ...runtime.context import ParallelContext
 from ...train.zero import ReadRun, Zero1, fitted
 from ..forms.source import OfParameter, Source, SpecOf, Stage
-from ..storage.files import Progress, bar, listed, naming
+from ..storage.files import SILENT, Progress, bar, listed, naming
 from ..storage.tensorfile import nbytes_of
 from ..stored import Stored
 from ..tree import dotted, is_optimizer
@@ -97,10 +98,15 @@ class Loading:
 
     def _each(self, title: str, rows: Collection[TensorRead], do: Callable[[TensorRead], None]) -> None:
         """``do`` with every row, rank 0 with a bar."""
-        with bar(title, sum(nbytes_of(row.out) for row in rows), shown=self._ctx.rank == 0) as progress:
+        with self._bar(title, rows) as progress:
             for row in rows:
                 do(row)
-                progress.add(nbytes_of(row.out))
+                if progress is not SILENT:
+                    progress.add(nbytes_of(row.out))
+
+    def _bar(self, title: str, rows: Collection[TensorRead], ranks: int = 1) -> AbstractContextManager[Progress]:
+        """Of the bytes of ``rows``, of which ``ranks`` read as many each."""
+        return bar(title, lambda: sum(nbytes_of(row.out) for row in rows) // ranks, shown=self._ctx.rank == 0)
 
     def _rows_of_model(self, model: ModelState, saved: Mapping[str, Any] | None) -> Mapping[str, Any]:
         """The saved state of this model, whose rows are added: of its stage, or of all stages if that lacks some of its
@@ -212,8 +218,7 @@ class Loading:
             saved = fitted(target, saved, dict(parameters))
         if isinstance(target, Zero1):
             rows = [row for row in self._rows if row.out.is_meta]
-            share = sum(nbytes_of(row.out) for row in rows) // self._ctx.data.size
-            with bar("loading", share, shown=self._ctx.rank == 0) as progress:
+            with self._bar("loading", rows, self._ctx.data.size) as progress:
                 target.load_outline(saved, {id(row.out): _counted(row.plan.fill_run, progress) for row in rows})
         else:
             target.load_state_dict(saved)

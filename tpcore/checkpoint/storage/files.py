@@ -43,14 +43,14 @@ SILENT = Progress(None)
 
 
 @contextmanager
-def bar(title: str, total: int, *, shown: bool) -> Iterator[Progress]:
-    """Progress of ``total`` bytes as a tqdm bar. Silent unless ``shown``, and without tqdm or a terminal."""
-    if not (shown and total and on_terminal() and module_spec("tqdm")):
+def bar(title: str, total: Callable[[], int], *, shown: bool) -> Iterator[Progress]:
+    """Progress of ``total()`` bytes as a tqdm bar. Silent unless ``shown``, and without tqdm or a terminal."""
+    if not (shown and on_terminal() and module_spec("tqdm") and total()):
         yield SILENT
         return
     from tqdm import tqdm
 
-    with tqdm(desc=title, total=total, unit="B", unit_scale=True, leave=False, dynamic_ncols=True) as bar:
+    with tqdm(desc=title, total=total(), unit="B", unit_scale=True, leave=False, dynamic_ncols=True) as bar:
         yield Progress(lambda done, _: bar.update(done - bar.n))
 
 

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -139,8 +140,8 @@ class Save:
         if self._part is None:
             return b"null"
         name = self.name_of(self.ctx.rank)
-        total, shown = total_of(self._files), self.ctx.rank == 0
-        with naming("save", self.target), bar("saving", total, shown=shown) as progress:
+        total = partial(total_of, self._files)
+        with naming("save", self.target), bar("saving", total, shown=self.ctx.rank == 0) as progress:
             records, tensors = write_tensor_files(self.root, name, self.save_id, self._files, progress)
             if self._shared:
                 sync_dir(os.path.join(self.root, name))

@@ -20,7 +20,7 @@ from tpcore.layers.sharding import sharding
 from tpcore.private import backward_hooks
 
 from ..shard.forwards import sum_gradients
-from ..shard.loss import IS_HEAD
+from ..shard.logits import IS_HEAD
 
 
 def _has_some_tokens(row: RowParallelLinear) -> bool:

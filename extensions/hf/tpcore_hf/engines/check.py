@@ -11,8 +11,7 @@ from tpcore.checkpoint.read.source import opened, tensors_of
 from tpcore.errors import CheckpointError
 
 from . import settings, weights
-from .engine import Engine
-from .handover import COPY, ERROR, SAVE, WARNING, Handover, Remark, entries_of
+from .handover import COPY, ERROR, SAVE, WARNING, Engine, Handover, Remark, entries_of
 
 _CHECKS: tuple[Callable[[Handover], Iterator[Remark]], ...] = (
     *(settings.architecture, weights.names, weights.ties, weights.quantization, weights.dtype),

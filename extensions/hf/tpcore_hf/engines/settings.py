@@ -15,8 +15,7 @@ from tpcore.checkpoint.forms.source import Reading
 from tpcore.checkpoint.read.source import opened, tensors_of
 from tpcore.errors import CheckpointError
 
-from .engine import Engine
-from .handover import COPY, ERROR, NOTE, SAVE, WARNING, Handover, Remark, entries_of, quiet
+from .handover import COPY, ERROR, NOTE, SAVE, WARNING, Engine, Handover, Remark, entries_of, quiet
 
 
 def architecture(here: Handover) -> Iterator[Remark]:

@@ -24,7 +24,7 @@ from tpcore.runtime.random import get_state, set_state
 from tpcore.settings import LOCAL_WORLD_SIZE
 
 from .. import private
-from ..plan.arguments import cache_of
+from ..plan.inputs import cache_of
 
 _SHARE = 0.5
 """The share of a host's free memory that the caches of its ranks may take together."""

@@ -13,7 +13,7 @@ from tpcore.trace.api import parallel_model_trace
 from tpcore.trace.serve.model import TensorParallelModel
 
 from ..experts.layers import dropping_nothing
-from ..plan.arguments import cache_argument, cache_of, takes
+from ..plan.inputs import cache_argument, cache_of, takes
 
 
 class _Buffers:

@@ -1,11 +1,11 @@
-"""Whose a forward is, and in one of transformers' own the input that several layers share."""
+"""Whose a forward is, what it takes, and in one of transformers' own the input that several layers share."""
 
 from __future__ import annotations
 
 import ast
 import inspect
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
 from typing import Any
 
@@ -96,3 +96,37 @@ def _of_call_or_shape(node: ast.Name, parent: ast.AST, children: set[str]) -> bo
     if isinstance(parent, ast.Attribute):
         return parent.attr in {"shape", "size", "dtype", "device", "ndim"}
     return isinstance(parent, ast.Call) and _own_call(parent) in children and isinstance(node.ctx, ast.Load)
+
+
+CACHES = ("past_key_values", "cache")
+"""What releases of transformers call keys and values of earlier tokens, in arguments and in outputs."""
+
+
+def _signatures(module: nn.Module) -> Iterator[list[str]]:
+    """Names of arguments of ``module.forward``, then, where it passes others on, of the classes above it."""
+    above = [vars(kind)["forward"] for kind in type(module).__mro__ if "forward" in vars(kind)]
+    for forward in (module.forward, *above):
+        parameters = inspect.signature(forward).parameters.values()
+        yield [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and p.name != "self"]
+        if not any(p.kind == p.VAR_KEYWORD for p in parameters):
+            return
+
+
+def takes(module: nn.Module, name: str) -> bool:
+    return any(name in names for names in _signatures(module))
+
+
+def cache_argument(module: nn.Module) -> str | None:
+    """The argument for keys and values of earlier tokens; None without one."""
+    return next((name for names in _signatures(module) for name in CACHES if name in names), None)
+
+
+def cache_of(output: Mapping[str, Any]) -> Any:
+    """The keys and values in a model's output; None without any."""
+    return next((value for name, value in output.items() if name in CACHES), None)
+
+
+def named(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """All arguments of a call by their names."""
+    names = dict.fromkeys(name for names in _signatures(module) for name in names)
+    return dict(zip(names, args, strict=False)) | dict(kwargs)

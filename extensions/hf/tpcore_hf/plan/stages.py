@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from tpcore.runtime.context import ParallelContext
 from tpcore.train.pipeline import PipelinedLayers, pipelined_layers
 
-from .arguments import takes
 from .decisions import Cut
+from .inputs import takes
 
 
 def number_of_stages(ctx: ParallelContext, num_microbatches: int | None) -> int:

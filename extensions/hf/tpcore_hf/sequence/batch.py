@@ -18,8 +18,7 @@ from tpcore.runtime.context import current
 from tpcore.runtime.digests import WHOLE_BATCH, are_read, compare_ranks
 
 from .. import private
-from ..plan.arguments import CACHES, named, takes
-from ..plan.inputs import is_refilled, is_watched
+from ..plan.inputs import CACHES, is_refilled, is_watched, named, takes
 from ..shard.logits import Logits
 
 IGNORED = -100

@@ -15,7 +15,7 @@ from tpcore.layers.sharding import Sharding, sharding
 from tpcore.private import backward_number, recorded, when_backward_ends
 from tpcore.runtime.digests import compare_inputs
 
-from ..plan.arguments import named
+from ..plan.inputs import named
 from ..plan.rules import wildcard
 
 _BACKWARDS = 2
@@ -93,7 +93,7 @@ class FirstBackwards:
 
     def note(self, name: str, p: Tensor) -> None:
         """A hook of a whole parameter: take its gradient, which is compared when this backward ends."""
-        if p.grad is None or p.grad.is_sparse or p.is_meta or torch.compiler.is_compiling() or recorded(p.grad):
+        if p.grad is None or p.grad.is_sparse or torch.compiler.is_compiling() or recorded(p.grad):
             return
         if (backward := backward_number()) not in self.gradients:
             self.gradients[backward] = {}

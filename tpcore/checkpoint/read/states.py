@@ -90,7 +90,7 @@ class ModelState:
         rows = [*self._rows.values()]
         lines = []
         for row in rows:
-            have, want = row.plan.dtype, row.out.dtype
+            have, want = row.plan.stored.dtype, row.out.dtype
             if have != want and have.itemsize >= want.itemsize:
                 lines.append(f"{row.name!r}: from {have} to the model's {want}")
         notes += [listed("tensors lose precision", lines)] if lines else []

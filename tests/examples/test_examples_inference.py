@@ -110,17 +110,6 @@ class TestFilling:
         for got in run_ranks(Mesh({"dp": 1, "tp": tp}), logits):
             torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)  # logits of about 1 in float32
 
-    @pytest.mark.slow
-    @pytest.mark.processes
-    def test_program(self, trained, capsys):
-        # one rank: two are traced above, and by `make demo`
-        options = ["--run", str(trained), "--sentences", "2", "--tensor_parallel_degree", "1"]
-        bert_fill.main(options)
-        printed = capsys.readouterr().out
-        assert "checkpoint_00000007 traced at tp=1" in printed
-        assert "largest difference of a logit" in printed
-        assert (trained / "serve/whole/config.json").exists()
-
     def test_no_checkpoint(self, tmp_path):
         with pytest.raises(SystemExit, match="no checkpoint in"):
             bert_fill.newest_checkpoint(tmp_path)

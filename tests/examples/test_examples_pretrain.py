@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import programs as forked
 from helpers.places import ROOT
 from transformers import BertForPreTraining
 
-import tpcore
 from tpcore import Mesh
 from tpcore.testing import run_ranks
 
@@ -25,7 +22,6 @@ from bert_data import batches, load_data
 from bert_model import bert_config
 from bert_report import Report, read_metrics
 
-SCRIPT = bert_pretrain.__file__
 TINY = {
     "batch_size": 4,
     "max_seq_length": 32,
@@ -170,18 +166,3 @@ class TestErrors:
         with pytest.raises(SystemExit):
             bert_pretrain.parse([option])
         assert message in capsys.readouterr().err
-
-
-@pytest.mark.slow
-@pytest.mark.processes
-def test_under_torchrun(text, whole, tmp_path):
-    argv = arguments(text, tmp_path / "two", "--tensorboard", tensor_parallel_degree=2, dropout=0)
-    words = ["torchrun", "--standalone", "--nproc_per_node=2", SCRIPT, *argv]
-    ran = forked.run(words, tmp_path, os.environ | {"OMP_NUM_THREADS": "1"})
-    assert ran.returncode == 0, ran.stderr
-    assert "tp=2, dp=1; steps 1 to 6" in ran.stdout
-    assert "sequences/s" in ran.stderr
-    assert_close(whole, tmp_path / "two")
-    assert list((tmp_path / "two" / "tensorboard").glob("events.*"))
-    assert (tmp_path / "two" / "checkpoint_00000006" / "tp_rank_1").is_dir()
-    assert not tpcore.is_initialized()

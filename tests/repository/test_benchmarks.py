@@ -101,6 +101,7 @@ def test_all_reduce() -> None:
             assert f"| {name} |" in table
 
 
+@pytest.mark.drill  # a minute of programs
 def test_pipeline() -> None:
     printed = _run("pipeline", *TINY["pipeline"].split())
     for count in (2, 6):

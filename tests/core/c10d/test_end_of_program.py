@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 from helpers import programs as forked
-from helpers.tiers import tiers
 
 from tpcore.c10d.supervision.host import let_threads_finish
 
@@ -78,10 +77,9 @@ def test_a_job_that_simply_ends(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("last", tiers(["pass"], ["tpcore.shutdown()"]), ids=["exit", "shutdown"])
-def test_a_store_of_rank_0_outlasts_its_users(last: str, tmp_path: Path) -> None:
+def test_a_store_of_rank_0_outlasts_its_users(tmp_path: Path) -> None:
     """In any order of ends: what uses a store that is gone prints a stack trace of C++."""
-    (tmp_path / "train.py").write_text(f"import tpcore\ntpcore.init('cpu_gloo', tp=2)\n{last}")
+    (tmp_path / "train.py").write_text("import tpcore\ntpcore.init('cpu_gloo', tp=2)\n")
     with socket.create_server(("127.0.0.1", 0)) as s:
         job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(s.getsockname()[1]), "WORLD_SIZE": "2"}
     with ThreadPoolExecutor() as threads:

@@ -44,10 +44,6 @@ def _fails(ctx: ParallelContext, errors: dict[int, Exception]) -> tuple[type, st
     return None
 
 
-def test_nothing_is_raised_where_nothing_fails(ranks: Ranks) -> None:
-    assert ranks(MESH, _fails, {}) == [None] * 3
-
-
 @pytest.mark.parametrize("failing", [0, 2])
 def test_one_fails_and_all_raise(ranks: Ranks, failing: int) -> None:
     got = ranks(MESH, _fails, {failing: ValueError("bad value")})

@@ -47,11 +47,6 @@ def test_the_same_where_replicated_and_different_where_sharded(ranks: Ranks) -> 
     assert got != ranks(Mesh({"dp": 1, "tp": 4}), _draws, 8)
 
 
-def test_dp_ranks_draw_alike_given_the_same_seed(ranks: Ranks) -> None:
-    got = ranks(MESH, _draws, 7)
-    assert got[0] == got[2] != got[1] == got[3]
-
-
 def fails_inside(draws: int) -> None:
     with tpcore.random.sharded():
         torch.rand(draws)

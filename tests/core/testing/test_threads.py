@@ -28,15 +28,6 @@ def test_results_come_in_rank_order() -> None:
     ]  # fmt: skip
 
 
-def test_each_rank_sees_its_own_context() -> None:
-    def rank(ctx: ParallelContext) -> bool:
-        ctx.world.all_reduce(torch.ones(1))  # another rank has run in between
-        return tpcore.current() is ctx
-
-    assert run_ranks(Mesh({"tp": 4}), rank) == [True] * 4
-    assert not tpcore.is_initialized()
-
-
 # -- random numbers ----------------------------------------------------------------------------------------
 
 

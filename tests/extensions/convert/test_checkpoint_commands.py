@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.pipelines import cut, plain
 from rich.progress import Progress
 from safetensors.torch import load_file, save_file
 from test_pipeline import assert_opens_on_any_mesh, whole_state
@@ -98,19 +97,6 @@ def test_consolidate(tp: int, tmp_path: Path) -> None:
 
     with pytest.warns(UserWarning, match="does not fit the model everywhere|left out: "):
         run_ranks(Mesh({"tp": 2}), plain)
-
-
-def test_consolidate_of_stages(tmp_path: Path) -> None:
-    def write_stage(ctx: ParallelContext) -> None:
-        model = cut(4, ctx, tied=True)
-        model.layers = tpcore.PipelinedLayers(model.layers, 2, shared=["mix"])
-        save({"model": model.state_dict()}, tmp_path / "c")
-
-    run_ranks(Mesh({"pp": 2, "tp": 2}), write_stage)
-    run("consolidate", tmp_path / "c", tmp_path / "out")
-    found, want = load_file(tmp_path / "out" / "model.safetensors"), plain(4, tied=True).state_dict()
-    assert {*found, "embed.weight", "head.weight"} == {*want}
-    assert all(torch.equal(value, want[name]) for name, value in found.items())
 
 
 def written_by_others(full: dict[str, Tensor], stages: int, path: Path) -> None:

@@ -31,8 +31,7 @@ from tpcore.cli.app import app
 from tpcore.comm import mappings as ops
 from tpcore.testing import run_ranks
 from tpcore_explain import target
-from tpcore_explain.modules import pattern
-from tpcore_explain.summary import kinds, size
+from tpcore_explain.summary import kinds
 
 HERE = Path(__file__).name
 
@@ -582,14 +581,6 @@ def test_the_command_refuses_in_one_line(args: tuple[str, ...], message: str) ->
     assert code == 2
     assert out.startswith("tpcore explain: ")
     assert message in out
-
-
-def test_names_of_layers_and_sizes() -> None:
-    assert pattern("encoder.layer.11.mlp1.0") == "encoder.layer.*.mlp1.*"
-    assert [size(n) for n in (0, 999, 1000, 123456, 1.5e12)] == ["0 B", "999 B", "1 kB", "123 kB", "1.5 TB"]
-    calls = tpcore.explain(FACTORIES["net"], tp=2).program(0).collectives
-    assert sum(times for _, _, times in kinds(calls)) == len(calls)
-    assert "blocks.*.down" in {module for _, module, _ in kinds(calls)}
 
 
 @pytest.mark.parametrize("sizes", [{"hidden_size": -64}, {"num_attention_heads": 0}, {"vocab_size": "many"}])

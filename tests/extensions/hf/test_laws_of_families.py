@@ -56,8 +56,9 @@ def backward(model: Any, loss: Tensor, what: str = "") -> Found:
     return found | {(what, "the loss"): loss.detach()}
 
 
-def kept(given: Whole, run: Callable[[Any, dict[str, Tensor]], Found], **options: Any) -> None:
-    """``run`` of the sharded model makes what it makes of the whole one, or ``parallelize`` refuses the model."""
+def kept(given: Whole, run: Callable[[Any, dict[str, Tensor]], Found], works: bool = False, **options: Any) -> None:
+    """``run`` of the sharded model makes what it makes of the whole one, or, if it needs not work, ``parallelize``
+    refuses the model."""
     want = run(copy.deepcopy(given.model), given.batch)
     limit = ROUNDED if given.model.config.model_type in SINGLE else EXACT
 
@@ -65,6 +66,8 @@ def kept(given: Whole, run: Callable[[Any, dict[str, Tensor]], Found], **options
         try:
             model = cut(given.model, **options)
         except ValueError as e:
+            if works:
+                raise
             return str(e)
         got, parameters = run(model, given.batch), dict(model.named_parameters())
         assert got.keys() in (want.keys(), set())  # or the call was refused
@@ -166,14 +169,15 @@ def attached(kind: str, family: str, folder: Path) -> None:
 
 # -- a loss of one's own ----------------------------------------------------------------------------------
 def own_loss(family: str, folder: Path) -> None:
-    """What a loop computes from the logits of a training step, and of an evaluation, is of the whole vocabulary."""
+    """What a loop computes from the logits of a training step, and of an evaluation, is of the whole vocabulary: all
+    families of the page work."""
 
     def run(model: Any, batch: dict[str, Tensor]) -> Found:
         found = backward(model, _some_loss(_first(called(model.train(), batch))))
         with torch.no_grad():
             return found | {("evaluated", "the loss"): _some_loss(_first(called(model.eval(), batch)))}
 
-    kept(whole(family), run)
+    kept(whole(family), run, works=True)
 
 
 # -- files ------------------------------------------------------------------------------------------------

@@ -218,10 +218,10 @@ def test_a_checkpoint_opens_on_another_mesh_and_generates(ranks: RankPool, tmp_p
 
 
 QUICK = ("cp ulysses", "under"), ("ep", "under")
-ALL = [(job, how) for how in HOW for job in JOBS]
+UNDER_LIMITS, ALL = ([(job, how) for how in hows for job in JOBS] for hows in (["under"], HOW))
 
 
-@pytest.mark.parametrize(("job", "how"), tiers(QUICK, slow=ALL))
+@pytest.mark.parametrize(("job", "how"), tiers(QUICK, slow=UNDER_LIMITS, drill=ALL))
 def test_a_job_is_that_of_one_process_and_nothing_is_refused(ranks: RankPool, job: str, how: str) -> None:
     axes, *rest = JOBS[job]
     mesh = Mesh({"dp": 1, **axes, "tp": axes.get("tp", 1)})
@@ -272,10 +272,11 @@ STEPS = [(kind, 2, ()) for kind in FAMILIES] + [(kind, 4, ("sequence_parallel",)
     ("kind", "world", "options"),
     tiers(
         [("kv heads below tp", 2, ()), ("tied", 2, ("sequence_parallel",))],
-        slow=[*STEPS, *((kind, 4, ()) for kind in FAMILIES), ("dense", 8, ()), ("latent attention", 8, ())],
+        slow=[*STEPS, ("dense", 8, ()), ("latent attention", 8, ())],
         drill=[
-            (kind, 8, options)
+            (kind, world, options)
             for kind in FAMILIES
+            for world in (4, 8)
             for options in ((), ("sequence_parallel",))
             if not options or kind in TOKENS
         ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from typing import NamedTuple
@@ -151,11 +152,21 @@ def verify(
             for stored in tensors_of(source, rules).values():
                 for rank in range(stored.mesh.size):
                     stored.shard(rank).verify()
-            walked = os.walk(source.path) if os.path.isdir(source.path) else [("", [], [source.path])]
-            files = sorted(os.path.join(folder, name) for folder, _, names in walked for name in names)
-            return [text for file in files for text in unsound(file)]
+            return [text for file in _files(source.path) for text in unsound(file)]
     except CheckpointError as e:
         return [str(e)]
+
+
+def without_checksums(path: StrPath) -> list[str]:
+    """The files that ``verify`` can but read: those of a checkpoint of another library that are no zip archives."""
+    if os.path.exists(os.path.join(path, MANIFEST)):
+        return []
+    return [file for file in _files(os.fspath(path)) if not zipfile.is_zipfile(file)]
+
+
+def _files(path: str) -> list[str]:
+    walked = os.walk(path) if os.path.isdir(path) else [("", [], [path])]
+    return sorted(os.path.join(folder, name) for folder, _, names in walked for name in names)
 
 
 def _problems(source: Native, progress: Progress) -> Iterator[str]:

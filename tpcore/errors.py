@@ -62,3 +62,8 @@ def described(code: int) -> str:
     if code >= 0:
         return f"exited with status {code}"
     return f"was killed by {_NAMES.get(-code, f'signal {-code}')}"
+
+
+def counted(n: int, noun: str) -> str:
+    """``n`` and the noun, in the plural but for one: 1 rank, 2 ranks."""
+    return f"{n} {noun}{'' if n == 1 else 'es' if noun.endswith('s') else 's'}"

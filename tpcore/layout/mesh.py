@@ -10,6 +10,8 @@ from types import MappingProxyType
 
 import numpy as np
 
+from ..errors import counted
+
 BATCH = ("dp", "ep")
 """The axes whose ranks have other examples: data loaders, samplers and learning-rate schedules count these."""
 DATA = (*BATCH, "cp")
@@ -109,6 +111,6 @@ class Mesh:
     def coords(self, rank: int) -> dict[str, int]:
         """The coordinates of ``rank``. Host-side only: file names, logs, initial values."""
         if not 0 <= rank < self.size:
-            raise ValueError(f"rank {rank} is outside a mesh of {self.size} ranks {dict(self.axes)}")
+            raise ValueError(f"rank {rank} is outside a mesh of {counted(self.size, 'rank')} {dict(self.axes)}")
         index = np.unravel_index(rank, tuple(self.axes.values()))
         return dict(zip(self.axes, (int(i) for i in index), strict=True))

@@ -12,7 +12,7 @@ from ..backend.interface import Backend
 from ..backend.registry import backend_class, check_fits, load_backend, observer_of
 from ..comm.observer import Observer
 from ..comm.signature import ALL, checked_calls
-from ..errors import BackendError
+from ..errors import BackendError, counted
 from ..layout.mesh import DATA, Mesh
 from ..log import inform
 from .consensus import agree, gather
@@ -52,7 +52,8 @@ def mesh_of(tp: int, pp: int, ep: int, cp: int, world: int) -> Mesh:
         )
     if need > world:
         raise ValueError(
-            f"{degrees} is larger than the world of {world} processes: start {need} or lower {' or '.join(axes)}"
+            f"{degrees} is larger than the world of {counted(world, 'process')}: start {need} or "
+            f"lower {' or '.join(axes)}"
         )
     if world % need:
         raise ValueError(f"{degrees} does not divide the world of {world} processes: dp would be {world / need:g}")

@@ -15,7 +15,7 @@ from ..backend.registry import backend_class
 from ..checkpoint.read.source import StrPath
 from ..checkpoint.storage.files import MANIFEST, make_dirs, naming, sync_dir, write_file
 from ..checkpoint.storage.publish import OwnedDirectory, Staging, link, resolve
-from ..errors import BackendError, CheckpointError
+from ..errors import BackendError, CheckpointError, counted
 from ..processes.launch import launch
 from ..runtime.init import choose_backend
 from .artifact import FORMAT, PROGRAMS, opened
@@ -127,7 +127,7 @@ def _check_degree(tp: Any, backend: str) -> None:
         raise BackendError(f"backend {backend!r} cannot run traced models here: {why}")
     most = cls.most_ranks()
     if most is not None and tp > most:
-        raise ValueError(f"tp_degree={tp}: this machine can hold {most} ranks of backend {backend!r}")
+        raise ValueError(f"tp_degree={tp}: this machine can hold {counted(most, 'rank')} of backend {backend!r}")
 
 
 def call_of(inputs: Any) -> CallArguments:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..comm.comm import Comm
+from ..errors import counted
 from ..layers.sharding import Sharding, sharding
 from ..layout.slices import Share, narrowed
 from ..runtime.context import current
@@ -140,7 +141,7 @@ def clip_grad_norm(parameters: Parameters, max_norm: float, norm_type: float | s
         if not optimizer.averaged.isdisjoint(unique):
             if trained != averaged:
                 raise ValueError(
-                    f"clip_grad_norm of {len(trained)} parameters, and a Zero1 has the gradients of "
+                    f"clip_grad_norm of {counted(len(trained), 'parameter')}, and a Zero1 has the gradients of "
                     f"{len(averaged)}, of which each dp rank steps its chunks: pass all of its parameters and "
                     "no others, or tpcore.optimizer_step(optimizer, max_norm=)"
                 )

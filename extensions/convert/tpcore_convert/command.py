@@ -19,6 +19,7 @@ from rich.progress import Progress as Bar
 from tpcore.checkpoint.storage.files import Progress
 from tpcore.cli.commands import Commands
 from tpcore.cli.console import Table, bytes_of, echo, tell
+from tpcore.errors import counted
 
 checkpoint = typer.Typer(
     cls=Commands,
@@ -37,7 +38,7 @@ checkpoint = typer.Typer(
 )
 
 Src = Annotated[str, typer.Argument(metavar="DIR", help="A checkpoint: a directory or an unsharded file.")]
-Out = Annotated[str, typer.Argument(metavar="OUT", help="What to write. Nothing there is overwritten.")]
+Out = Annotated[str, typer.Argument(metavar="OUT", help="What to write, a folder. Nothing there is overwritten.")]
 Key = Annotated[str, typer.Option("--model-key", help="The entry that holds the model's state.")]
 _CUT = "How tensors are sharded where no record says so; STRIDE blocks if fused. Repeatable."
 Cuts = Annotated[list[str] | None, typer.Option("--cut", metavar="PATTERN=DIM[:STRIDE]", help=_CUT)]
@@ -57,6 +58,12 @@ def _reading(model_key: str, cut: list[str] | None, trust: bool) -> dict[str, An
             raise ValueError(f"--cut {text}: PATTERN=DIM or PATTERN=DIM:STRIDE")
         rules.append(ShardRule(match[1], int(match[2]), int(match[3] or 1)))
     return {"rules": rules, "how": Reading(model_key, trust)}
+
+
+def _checked_folder(out: str) -> None:
+    """What is written is a folder, and who names a file wants one."""
+    if Path(out).suffix in (".safetensors", ".bin", ".pt", ".pth", ".ckpt"):
+        raise ValueError(f"{out} is the name of a file, and a folder is written: give {Path(out).with_suffix('')}")
 
 
 @checkpoint.command()
@@ -84,6 +91,7 @@ def consolidate(
     from .rewrite import consolidate as consolidate_checkpoint
 
     reading = _reading(model_key, cut, trust)
+    _checked_folder(out)
     if output_format not in ("safetensors", "pytorch"):
         raise ValueError(f"--format {output_format}: safetensors or pytorch")
     if adapter and (config or max_shard_size or output_format != "safetensors"):
@@ -120,6 +128,7 @@ def reshard(
     from .inspect import inspect as inspect_checkpoint
     from .rewrite import reshard as reshard_checkpoint
 
+    _checked_folder(out)
     reading = _reading(model_key, cut, trust)
     with _reporting(as_json) as progress:
         left_out = reshard_checkpoint(src, out, tp, strict=strict, **reading, progress=progress)
@@ -180,7 +189,7 @@ def inspect_(src: Src, model_key: Key = "model", cut: Cuts = None, trust: Trust 
         shape, local = ("x".join(map(str, dims)) or "scalar" for dims in (row.shape, row.local))
         table.add_row(row.name, shape, row.dtype, row.cut, local, f"{row.bytes:,}")
     stages = f", pp={inspected.pp}" if inspected.pp > 1 else ""
-    summary = f"{inspected.form}, tp={inspected.tp}{stages}: {len(inspected.rows)} tensors, {total:,} bytes"
+    summary = f"{inspected.form}, tp={inspected.tp}{stages}: {counted(len(inspected.rows), 'tensor')}, {total:,} bytes"
     entries = {**inspected._asdict(), "rows": [row._asdict() for row in inspected.rows], "bytes": total}
     tell(entries, as_json, table, summary)
 

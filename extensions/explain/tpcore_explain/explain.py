@@ -13,6 +13,7 @@ from typing import Any, overload
 import torch
 from torch import nn
 
+from tpcore.errors import counted
 from tpcore.layout.mesh import Mesh
 from tpcore.runtime.digests import Note
 from tpcore.train.zero import Zero1
@@ -181,7 +182,7 @@ def _first_disagreement(mesh: Mesh, programs: Mapping[int, Sequence[Collective]]
             lines = [
                 f"  rank {r} waits for group {groups[r]}: {waiting[r]}"
                 if r in waiting
-                else f"  rank {r} has made all of its {len(calls)} collectives"
+                else f"  rank {r} has made all of its {counted(len(calls), 'collective')}"
                 for r, calls in programs.items()
             ]
             return "the step would hang, its ranks waiting for one another:\n" + "\n".join(lines)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from tpcore.cli.console import Table, bytes_of, dtype_of, tell, working
-from tpcore.errors import extra
+from tpcore.errors import counted, extra
 from tpcore_explain.summary import save_pictures, size
 
 from .execution import RECOMPUTED, Execution
@@ -68,7 +68,7 @@ def plan_mesh(
         plans = plan(target, **sizes)
         if html is not None:
             save_page(html, plans, target, sizes, status.update)
-    title = f"{plans.model} on {plans.limits.devices} devices of {plans.machine.name}"
+    title = f"{plans.model} on {counted(plans.limits.devices, 'device')} of {plans.machine.name}"
     if plot is not None and plans.rows:
         rows = [{"mesh": str(row.choice), "memory": row.memory, "seconds": row.seconds} for row in plans.rows]
         with extra("plot", "--plot"):
@@ -80,12 +80,12 @@ def plan_mesh(
 def _parts(plans: MeshPlan, title: str, everything: bool) -> Iterator[str | Table]:
     limits = plans.limits
     step = f"{limits.batch} x {limits.seq_len} tokens a step, {str(limits.dtype).removeprefix('torch.')}"
-    yield f"{title}, {size(limits.memory)} each: {step}. {len(plans.rows)} plans fit.\n"
+    yield f"{title}, {size(limits.memory)} each: {step}. {counted(len(plans.rows), 'plan')} fit.\n"
     if plans.rows:
         yield from _tables(plans, everything)
         yield from _best_lines(plans)
     for why, count in sorted(plans.refused.items(), key=lambda item: -item[1])[:_BEST]:
-        yield f"does not fit, {count} times: {why}"
+        yield f"does not fit, {counted(count, 'time')}: {why}"
     if plans.machine.name in PUBLISHED:
         yield (
             "\nPredicted from published figures, not measured (tpcore plan --json names their sources). Not modelled: "

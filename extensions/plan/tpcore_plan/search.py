@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from tpcore.errors import counted
 from tpcore_explain.summary import size
 from tpcore_explain.target import Factory
 
@@ -58,7 +59,9 @@ class MeshPlan:
         """Raises ValueError where nothing fits."""
         if not self.rows:
             reasons = sorted(self.refused, key=lambda why: -self.refused[why])
-            raise ValueError(f"{self.model} fits no mesh of {self.limits.devices} devices: {'; '.join(reasons)}")
+            raise ValueError(
+                f"{self.model} fits no mesh of {counted(self.limits.devices, 'device')}: {'; '.join(reasons)}"
+            )
         return self.rows[0]
 
     def to_json(self) -> dict[str, Any]:
@@ -187,7 +190,9 @@ def _misfit(model: Reduced, limits: Limits, pp: int, replicas: int, execution: E
         return "pp: stages have no loss of routers (output_router_logits)"
     stages = pp * (1 if execution is None or pp == 1 else execution.interleaved)
     if len(model.order) % stages:
-        return f"pp {pp} does not divide {len(model.order)} layers" + ("" if stages == pp else f" into {stages} stages")
+        return f"pp {pp} does not divide {counted(len(model.order), 'layer')}" + (
+            "" if stages == pp else f" into {stages} stages"
+        )
     if limits.batch % replicas:
         return f"{limits.batch} examples are no multiple of the {replicas} replicas"
     return None

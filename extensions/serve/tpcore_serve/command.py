@@ -14,10 +14,14 @@ from typing import Any
 
 import typer
 
+from tpcore.backend.registry import backend_class, check_fits, load_backend
 from tpcore.c10d.supervision.rendezvous import host_store
 from tpcore.cli.console import echo
-from tpcore.errors import described, extra
+from tpcore.errors import counted, described, extra
+from tpcore.layout.mesh import Mesh
 from tpcore.processes.launch import Processes, serving_environment
+from tpcore.runtime.context import ParallelContext
+from tpcore.runtime.init import default_backend
 
 from . import API_KEY
 
@@ -63,6 +67,7 @@ def serve(
     options = {"folder": str(folder), "tp": tp, "dtype": dtype, "name": name or folder.resolve().name}
     options |= {"length": max_length, "requests": max_requests, "backend": backend or None, "timeout": timeout}
     options["hosts"] = [host, *allow_host]
+    refuse(folder, tp, options["backend"])
     key = {API_KEY.name: api_key or API_KEY.text()}  # an argument of the ranks would stand in the list of processes
     try:
         listener = socket.create_server((host, port))
@@ -76,6 +81,25 @@ def serve(
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+def refuse(folder: Path, tp: int, backend: str | None) -> None:
+    """Raise, before a rank is started, what each of ``tp`` would: of the backend here, and of this model's sizes."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from tpcore_explain.recording import Recorder, RecordingBackend
+    from tpcore_hf import parallelize
+
+    name, mesh = backend or default_backend()[0], Mesh({"tp": tp})
+    check_fits(load_backend(name), mesh)
+    most = backend_class(name).most_ranks()
+    if most is not None and tp > most:
+        raise ValueError(f"--tp {tp}: this machine can hold {counted(most, 'rank')} of backend {name!r}")
+    with torch.device("meta"):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        model = AutoModelForCausalLM.from_config(config)
+    parallelize(model.eval(), ctx=ParallelContext(RecordingBackend(tp - 1, tp, Recorder()), mesh, tp - 1))
 
 
 def _rounds(options: dict[str, Any], key: dict[str, str], listener: socket.socket, ended: list[int]) -> int:
@@ -101,7 +125,7 @@ def _round(
     processes, (store, job), (ready, write) = Processes(), host_store(), os.pipe()
     os.set_blocking(ready, False)
     tp, served = options["tp"], False
-    echo(f"tpcore serve: starting {tp} ranks of {options['name']}", err=True)
+    echo(f"tpcore serve: starting {counted(tp, 'rank')} of {options['name']}", err=True)
     try:
         for rank in range(tp):
             arguments, fds = (listener.fileno(), write, json.dumps(options)), (listener.fileno(), write)

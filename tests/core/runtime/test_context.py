@@ -117,7 +117,7 @@ def test_a_tp_that_does_not_fit_is_an_error_and_leaves_nothing_running(world: in
 
 def test_under_a_launcher_the_error_is_about_its_world(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "1")
-    with pytest.raises(ValueError, match=r"tp=2 is larger than the world of 1 processes"):
+    with pytest.raises(ValueError, match=r"tp=2 is larger than the world of 1 process"):
         tpcore.init(Recorded(), tp=2)
 
 

@@ -377,6 +377,9 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "config.json").write_text("{}")
     run("consolidate", tmp_path / "c", tmp_path / "out")  # beside what else is there
+    for name, *options in (("consolidate",), ("reshard", "--tp", 1)):
+        said = run(name, tmp_path / "c", tmp_path / "w.safetensors", *options, status=2).replace("\n", "")
+        assert "w.safetensors is the name of a file, and a folder is written: give" in said
     before = (tmp_path / "out" / "model.safetensors").stat().st_mtime_ns
     run("consolidate", tmp_path / "c", tmp_path / "out", status=2)
     run("reshard", tmp_path / "c", tmp_path / "out", "--tp", 1, status=2)

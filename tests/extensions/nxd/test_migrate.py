@@ -333,17 +333,17 @@ def test_the_command(write: bool, tmp_path: Path) -> None:
     (tmp_path / ".venv/library.py").write_text(NXD_18)
     done = CliRunner().invoke(app, ["migrate", str(tmp_path), *(["--write"] if write else [])])
     assert done.exit_code == 1, done.output
-    assert "1 uses of xla devices and groups" in done.output  # zero1_optimizer=True, which raises
+    assert "1 use of xla devices and groups" in done.output  # zero1_optimizer=True, which raises
     assert f"{tmp_path}/old.py:11: torch_xla.core.xla_model.optimizer_step -> tpcore_nxd.xla" in done.output
     assert "broken.py: not read, SyntaxError" in done.output
-    assert "1 files with findings" in done.output
+    assert "1 file with findings" in done.output
     assert (tmp_path / "old.py").read_text() == (Script(NXD_01).rewritten() if write else NXD_01)
     assert (tmp_path / ".venv/library.py").read_text() == NXD_18
     stays = tmp_path / "stays.py"
     stays.write_text("import fairscale.nn.model_parallel.initialize as fs\n")
     done = CliRunner().invoke(app, ["migrate", str(tmp_path / "broken.py"), str(stays)])
     assert done.exit_code == 1
-    assert "1 imports of other libraries stay: change them by hand" in done.output
+    assert "1 import of other libraries stay: change them by hand" in done.output
     (tmp_path / "late.py").write_text(NXD_18)
     assert CliRunner().invoke(app, ["migrate", str(tmp_path / "late.py")]).exit_code == 1
     (tmp_path / "done.py").write_text("from neuronx_distributed.parallel_layers import layers\n")

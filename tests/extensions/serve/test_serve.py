@@ -533,6 +533,9 @@ def run(*arguments: object) -> str:
 
 def test_what_cannot_be_served_is_said_before_anything_starts(folder: Path, tmp_path: Path) -> None:
     assert "has no config.json: it is no model in transformers' files" in run(tmp_path)
+    assert "tp=5 does not fit LlamaForCausalLM" in run(folder, "--tp", 5)
+    assert "--tp 4096: this machine can hold" in run(folder, "--tp", 4096, "--backend", "cpu_gloo")
+    assert "no backend 'gpu' is installed; there are" in run(folder, "--backend", "gpu")
     assert "--dtype int9: there are auto, float32, bfloat16 and float16" in run(folder, "--dtype", "int9")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert "cannot listen at 127.0.0.1" in run(folder, "--port", taken.getsockname()[1])
@@ -541,17 +544,13 @@ def test_what_cannot_be_served_is_said_before_anything_starts(folder: Path, tmp_
 @pytest.mark.processes
 @pytest.mark.slow
 def test_ranks_that_cannot_start_end_it(folder: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tpcore", "serve", str(folder), "--tp", "5", "--port", "0"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=forked.PATIENCE, check=False)
-    assert ended.returncode == 1
-    assert "tp=5 does not fit LlamaForCausalLM" in ended.stderr
-    assert "exited with status 1 before it could serve" in ended.stderr
-    assert "Traceback" not in ended.stderr
     bare = shutil.copytree(folder, tmp_path / "bare", ignore=shutil.ignore_patterns("*token*"))
-    command[4:7] = str(bare), "--tp", "2"
+    command = [sys.executable, "-m", "tpcore", "serve", str(bare), "--tp", "2", "--port", "0"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=forked.PATIENCE, check=False)
     assert ended.returncode == 1
     assert ended.stderr.count("no tokenizer opens: tokenizer.save_pretrained") == 2
+    assert "exited with status 1 before it could serve" in ended.stderr
+    assert "Traceback" not in ended.stderr
     assert "Connection closed" not in ended.stderr
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ... import nested
-from ...errors import CheckpointError
+from ...errors import CheckpointError, counted
 from ...layout.shard import Block, ShardSpec
 from ..manifest import STATE
 from ..storage.files import naming
@@ -143,7 +143,9 @@ def grid(root: str, files: Mapping[tuple[int, int], str]) -> list[list[str]]:
         raise CheckpointError(f"{root} names rank {max(files)}: most ranks before it are missing")
     for at in ((p, t) for p in range(pp) for t in range(tp)):
         if at not in files:
-            raise CheckpointError(f"{root} holds {len(files)} ranks, but not tp rank {at[1]} of pp rank {at[0]}")
+            raise CheckpointError(
+                f"{root} holds {counted(len(files), 'rank')}, but not tp rank {at[1]} of pp rank {at[0]}"
+            )
     return [[files[p, t] for t in range(tp)] for p in range(pp)]
 
 

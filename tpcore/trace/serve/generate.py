@@ -10,6 +10,7 @@ from operator import index
 import torch
 from torch import Tensor
 
+from ...errors import counted
 from .model import TensorParallelModel
 
 
@@ -37,7 +38,9 @@ def generate(
     ValueError for a model without a cache, and for prompts that do not fit, before the first call."""
     rows, _, _ = _sizes(model)
     if len(prompts) > rows:
-        raise ValueError(f"{len(prompts)} prompts: the cache has {rows} rows; generate_each takes any number")
+        raise ValueError(
+            f"{len(prompts)} prompts: the cache has {counted(rows, 'row')}; generate_each takes any number"
+        )
     stops = set(_numbers(stop_tokens, "stop_tokens"))
     each = generate_each(model, prompts, max_new_tokens=max_new_tokens, stop_tokens=[*stops], choose=choose)
     return _side_by_side(each, len(prompts), stops)

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from tpcore.comm.comm import Comm
-from tpcore.errors import extra
+from tpcore.errors import counted, extra
 from tpcore.layers.module import move_model_to_device
 from tpcore.runtime.context import ParallelContext
 from tpcore.runtime.init import init, shutdown
@@ -87,7 +87,7 @@ def compared(ctx: ParallelContext, folder: str, options: dict[str, Any]) -> Mode
     named = dict(whole.named_parameters())
     without = [name for name, p in named.items() if p.grad is None]
     lines.append(
-        f"output, loss and {len(named) - len(without)} gradients are the whole model's, to "
+        f"output, loss and {counted(len(named) - len(without), 'gradient')} are the whole model's, to "
         f"{TOLERANCES[dtype]:.0e} of the largest value of each"
     )
     if without:

@@ -33,11 +33,6 @@ class Load(NamedTuple):
 class ExpertLoad:
     """Counts the choices of routers in every forward of ``model`` until ``close()``, also without ``parallelize``.
 
-    >>> load = tpcore_hf.ExpertLoad(model)
-    >>> ...                        # some steps
-    >>> for layer, (share, entropy, dropped) in load.read().items():
-    ...     print(layer, share.max(), entropy, dropped)
-
     The counts stay on the device, and nothing is read of it before ``read``. What backward computes again, and what a
     stage computes of no microbatch, does not count. ValueError for a model without experts.
     """

@@ -11,6 +11,7 @@ from pathlib import Path
 import typer
 
 from tpcore.cli.console import echo, printable, tell
+from tpcore.errors import counted
 
 from .script import Script
 
@@ -70,13 +71,15 @@ def _tell(found: dict[str, Script], changed: str, quiet: bool, as_json: bool) ->
     for file, finding in findings:
         lines.append(f"{file}:{finding.line}: {finding.old} -> {finding.new or 'nothing here'}")
         lines += [f"    {finding.note}"] if finding.note else []
-    summary = [f"{len(found)} files with findings, of {changed}, {gone} names without counterpart"]
+    summary = [
+        f"{counted(len(found), 'file')} with findings, of {changed}, {counted(gone, 'name')} without counterpart"
+    ]
     if stays:
-        summary.append(f"{stays} imports of other libraries stay: change them by hand")
+        summary.append(f"{counted(stays, 'import')} of other libraries stay: change them by hand")
     if by_hand:
         summary.append(
-            f"{by_hand} uses of xla devices and groups, of names in other modules, and calls that raise, stay: "
-            "change them by hand"
+            f"{counted(by_hand, 'use')} of xla devices and groups, of names in other modules, or calls that raise, "
+            "stay: change them by hand"
         )
     if quiet:
         echo("\n".join(summary), err=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import textwrap
 from collections.abc import Collection, Iterator
 from itertools import zip_longest
 from typing import Any
@@ -78,15 +79,21 @@ def _broken(text: str, width: int) -> Iterator[str]:
 
 
 def show(*parts: str | Table) -> None:
-    """Print texts as they are, so that a command line in them can be copied, and tables as wide as the terminal, for a
-    file or a pipe so wide that no name is broken."""
+    """Print texts and tables as wide as the terminal, for a file or a pipe so wide that no name is broken. Lines of a
+    text that begin with four spaces are to be copied, and stay as they are."""
     console = Console()
     width = console.width if console.is_terminal else None
     for part in parts:
         if isinstance(part, Table):
             typer.echo("\n".join(part.lines(width)), color=console.is_terminal)
         else:
-            echo(part)
+            echo("\n".join(_wrapped(line, width) for line in part.split("\n")))
+
+
+def _wrapped(line: str, width: int | None) -> str:
+    if width is None or len(line) <= width or line.startswith("    "):
+        return line
+    return textwrap.fill(line, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
 
 
 def working(text: str) -> Status:

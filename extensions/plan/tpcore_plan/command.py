@@ -121,8 +121,8 @@ def _best_lines(plans: MeshPlan) -> Iterator[str]:
     choice, command = plans.best.choice, launch_line(plans.limits.devices, plans.machine.per_host)
     dtype = str(plans.limits.dtype).removeprefix("torch.")
     if choice.execution is None:
-        yield f"\nThe first of them:\n\n  {command}\n"
-        yield from (f"  {line}" for line in (*setup_lines(choice, dtype), "", *step_lines(choice)))
+        yield f"\nThe first of them:\n\n    {command}\n"
+        yield from (f"    {line}" for line in (*setup_lines(choice, dtype), "", *step_lines(choice)))
     if plans.cache is not None:
         fit = (plans.limits.memory - plans.best.memory["parameters"]) / plans.cache
         served = f"{size(plans.cache)} of keys and values on a device: {fit:,.0f} tokens fit beside its parameters"

@@ -67,7 +67,7 @@ def serve(
     options = {"folder": str(folder), "tp": tp, "dtype": dtype, "name": name or folder.resolve().name}
     options |= {"length": max_length, "requests": max_requests, "backend": backend or None, "timeout": timeout}
     options["hosts"] = [host, *allow_host]
-    refuse(folder, tp, options["backend"])
+    refuse(folder, tp, backend or None)
     key = {API_KEY.name: api_key or API_KEY.text()}  # an argument of the ranks would stand in the list of processes
     try:
         listener = socket.create_server((host, port))

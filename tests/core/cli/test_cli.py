@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 from helpers import programs as forked
 from helpers.distributions import installed
+from rich.console import Console
 from typer.testing import CliRunner
 
 import tpcore
 from tpcore.backend.registry import backend_class
+from tpcore.cli import console
 from tpcore.cli.app import app
 
 
@@ -101,3 +103,11 @@ def test_without_its_extra_the_command_says_how_to_get_it(missing, tmp_path):
     assert done.returncode == 1
     assert done.stdout == ""
     assert done.stderr == (f"the tpcore command needs {missing}, which is not installed: pip install 'tpcore[cli]'\n")
+
+
+def test_texts_are_as_wide_as_a_terminal_and_what_is_copied_stays_whole(monkeypatch, capsys):
+    monkeypatch.setattr(console, "Console", lambda: Console(force_terminal=True, width=30))
+    console.show("a reason that is longer than a line\n    pip install --and-many-more options")
+    assert capsys.readouterr().out.splitlines() == [
+        "a reason that is longer than a", "    line", "    pip install --and-many-more options"
+    ]  # fmt: skip

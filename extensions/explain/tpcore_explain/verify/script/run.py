@@ -94,6 +94,8 @@ def verify_script(
     is float64 where the script's device keeps that. ScriptError where it fails, or trains nothing."""
     if dtype is not None and dtype not in DTYPES:
         raise ScriptError(f"--dtype takes {', '.join(DTYPES)}, not {dtype!r}")
+    if not script.is_file():
+        raise ScriptError(f"there is no file {script}")
     with TemporaryDirectory() as folder:
 
         def run(name: str, size: int, noise: bool = False) -> list[Trace]:

@@ -85,6 +85,9 @@ class Capabilities:
     """Whether an all-to-all takes parts of unequal sizes, as which a permute is sent. If not, it is gathered."""
     broadcasts: bool = True
     """Whether a broadcast moves bits. If not, because it is a sum with zeros, it is gathered."""
+    whole_sums: bool = True
+    """Whether whole numbers of more than 8 bits are summed as such. If not, because the hardware sums them in float32,
+    they are gathered, and so are those of a maximum."""
     functional: bool = False
     """Whether graphs of torch.compile hold torch's functional collectives (``_c10d_functional``), for a compiler that
     knows no operators of tpcore. They name no lost rank and compare no calls."""

@@ -166,7 +166,7 @@ class C10dBackend(Backend):
     def _over(self, group: Group, pg: Callable[[], Any]) -> Transport:
         transport = self._made_over(group, pg, self._watch(group, pg()) if group.size > 1 else None)
         if self.capabilities.functional and group.size > 1:
-            transport.in_graphs = FunctionalTransport(transport, self.capabilities.exchanges(transport.members))
+            transport.in_graphs = FunctionalTransport(transport, self.capabilities)
         return transport
 
     def _watch(self, group: Group, pg: Any) -> Waiting:
@@ -180,8 +180,7 @@ class C10dBackend(Backend):
 
     def _made_over(self, group: Group, pg: Callable[[], Any], watch: Waiting | None) -> Transport:
         transport = self.transport_class(group, self._rank, pg, self.device(), watch)
-        transport.exchanges = self.capabilities.exchanges(transport.members)
-        transport.unequal_parts, transport.broadcasts = self.capabilities.unequal_parts, self.capabilities.broadcasts
+        transport.can = self.capabilities
         self._connected.append(transport)
         return transport
 

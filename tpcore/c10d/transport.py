@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..backend.interface import Capabilities
 from ..comm.transport import CPU, PRIMITIVES, Op, Pending, Transport, as_stored, inverse
 from ..layout.mesh import Group
 from ..private import gather_flat
@@ -40,8 +41,8 @@ class C10dTransport(Transport):
         for name in ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8")
     )
     """Dtypes that the transport itself moves and reduces. Others travel as bytes and can only be moved."""
-    exchanges = unequal_parts = broadcasts = True
-    """What the library has over this group, of the capabilities of these names; all else is gathered."""
+    can = Capabilities()
+    """Of the backend: what the library has no call for is gathered."""
 
     def __init__(
         self, group: Group, rank: int, pg: Callable[[], Any], device: torch.device = CPU, watch: Waiting | None = None
@@ -70,11 +71,12 @@ class C10dTransport(Transport):
 
     def all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
         # what waits at once may read the input until then
-        return self._started_maximum(as_stored(x))() if floats(x, op) else self.start_all_reduce(x, op, donate)()
+        at_once = reduced_here(x, op, self.can)
+        return self._started_here(as_stored(x), op)() if at_once else self.start_all_reduce(x, op, donate)()
 
     def start_all_reduce(self, x: Tensor, op: Op, donate: bool) -> Pending:
-        if floats(x, op):
-            return self._started_maximum(copied(x))
+        if reduced_here(x, op, self.can):
+            return self._started_here(copied(x), op)
         x = as_stored(x)
         dtype = x.dtype
         wide = x if dtype in self.native else x.to(STAND_IN.get(dtype, dtype))
@@ -84,11 +86,10 @@ class C10dTransport(Transport):
         pending = self._pending(out, self._calls.allreduce, [out], _REDUCE["max" if dtype is torch.bool else op])
         return pending if wide is x else lambda: pending().to(dtype)
 
-    def _started_maximum(self, x: Tensor) -> Pending:
-        """Gathered, then taken locally: gloo's own maximum has NaN or not, depending on the order of the ranks."""
-        self._enter("all_reduce", x, "max")
+    def _started_here(self, x: Tensor, op: Op) -> Pending:
+        self._enter("all_reduce", x, op)
         gathered = self._started_rows(x.contiguous())
-        return lambda: gathered().amax(0)
+        return lambda: reduced(gathered(), op)
 
     def _started_rows(self, x: Tensor) -> Pending:
         """Every member's contiguous ``x``, which stays as it is until the wait, in a new first dim."""
@@ -110,7 +111,7 @@ class C10dTransport(Transport):
 
     def _started_scatter(self, sent: Tensor, x: Tensor, dim: int) -> Pending:
         """Of the members' chunks of ``x``, which stay as they are until the wait."""
-        if x.dtype not in self.native:
+        if x.dtype not in self.native or reduced_here(x, "sum", self.can):
             total = self.start_all_reduce(sent, "sum", False)
             return lambda: total().select(0, self.index).clone()
         self._enter("reduce_scatter", x, dim)
@@ -120,7 +121,7 @@ class C10dTransport(Transport):
 
     def broadcast(self, x: Tensor, src: int) -> Tensor:
         self._enter("broadcast", x, src)
-        if not self.broadcasts:
+        if not self.can.broadcasts:
             return self._started_rows(as_stored(x).contiguous())()[src].clone()
         out = copied(x) if src == self.index else x.new_empty(x.shape)
         root = _options(dist.BroadcastOptions(), "rootRank", src)
@@ -140,7 +141,7 @@ class C10dTransport(Transport):
         """Of contiguous ``x``, which stays as it is until the wait."""
         self._enter("permute", x, to)
         target, source = to[self.index], inverse(to)[self.index]
-        if not self.unequal_parts:
+        if not self.can.unequal_parts:
             gathered = self._started_rows(x)
             return lambda: gathered()[source].clone() if source >= 0 else torch.zeros_like(gathered()[0])
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -156,7 +157,7 @@ class C10dTransport(Transport):
 
     def _started_exchange(self, sent: Tensor) -> Pending:
         """Send row ``i`` of ``sent`` to member ``i``; the result is the received rows in the group's order."""
-        if not self.exchanges:
+        if not self.can.exchanges(self.members):
             gathered = self._started_rows(sent)
             return lambda: gathered()[:, self.index]
         rows = torch.empty_like(sent)
@@ -192,9 +193,16 @@ def joined(rows: Tensor, dim: int) -> Tensor:
     return (rows if dim == 0 else rows.movedim(0, dim)).flatten(dim, dim + 1).contiguous()
 
 
-def floats(x: Tensor, op: Op) -> bool:
-    """Whether this is a maximum of numbers among which may be NaN."""
-    return op == "max" and x.is_floating_point()
+def reduced_here(x: Tensor, op: Op, can: Capabilities) -> bool:
+    """Whether members' tensors are gathered and then reduced: for a maximum of numbers among which may be NaN, which
+    gloo's own has or not, depending on the order of the ranks; and for whole numbers where these have no sums."""
+    if x.is_floating_point():
+        return op == "max"
+    return not (can.whole_sums or x.is_complex() or x.dtype.itemsize == 1)
+
+
+def reduced(rows: Tensor, op: Op) -> Tensor:
+    return rows.amax(0) if op == "max" else rows.sum(0, dtype=rows.dtype)
 
 
 def copied(x: Tensor) -> Tensor:
@@ -207,18 +215,18 @@ _FUNCTIONAL: Any = torch.ops._c10d_functional
 class FunctionalTransport(Transport):
     """What ``transport`` makes, for torch.compile: one graph for all ranks, whose calls nothing watches."""
 
-    def __init__(self, transport: Transport, exchanges: bool) -> None:
+    def __init__(self, transport: Transport, can: Capabilities) -> None:
         self.group, self.size, self.members = transport.group, transport.size, transport.members
         self.index, self.position = transport.index, transport.position
-        self._exchanges, self._native = exchanges, C10dTransport.native
+        self._exchanges, self._can, self._native = can.exchanges(self.members), can, C10dTransport.native
         self._name = transport.process_group.group_name
 
     def all_reduce(self, x: Tensor, op: Op, donate: bool) -> Tensor:
         return self.start_all_reduce(x, op, donate)()
 
     def start_all_reduce(self, x: Tensor, op: Op, donate: bool) -> Pending:
-        if floats(x, op):
-            return lambda: self._rows(x).amax(0)
+        if reduced_here(x, op, self._can):
+            return lambda: reduced(self._rows(x), op)
         if not x.numel():
             return x.clone
         wide = x.to(STAND_IN.get(x.dtype, x.dtype)).contiguous()
@@ -242,7 +250,7 @@ class FunctionalTransport(Transport):
 
     def start_reduce_scatter(self, x: Tensor, dim: int, donate: bool) -> Pending:
         sent = members_chunks(x, dim, self.size)
-        if x.dtype not in self._native or not x.numel():
+        if x.dtype not in self._native or reduced_here(x, "sum", self._can) or not x.numel():
             return lambda: self.all_reduce(sent, "sum", False).index_select(0, self.position)[0]
         part = _FUNCTIONAL.reduce_scatter_tensor(sent.view(-1), "sum", self.size, self._name)
         return lambda: _ended(part).view(sent.shape[1:])

@@ -208,6 +208,7 @@ class NativeBackend(C10dBackend):
         exchange_sizes=(4, 8, 16, *range(32, 1025, 32)),
         unequal_parts=False,
         broadcasts=False,
+        whole_sums=False,
         functional=True,
         tracing=True,
         dynamic_shapes=False,

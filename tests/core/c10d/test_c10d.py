@@ -112,7 +112,7 @@ INTERFACE = {
     ],
     Capabilities: [
         "broadcasts", "dtypes", "dynamic_shapes", "exchange_sizes", "exchanges", "functional", "group_sizes", "lack",
-        "misfit", "moved", "sums", "to_json", "tracing", "unequal_parts",
+        "misfit", "moved", "sums", "to_json", "tracing", "unequal_parts", "whole_sums",
     ],
 }  # fmt: skip
 

@@ -96,8 +96,10 @@ class ExpertLoad:
         chosen = _signature(module).bind_partial(*args, **kwargs).arguments[_NUMBERS].detach().flatten()
         if name not in self._counts:
             self._counts[name] = self._none(name)
-        each = torch.ones_like(chosen, dtype=torch.int64) * self._weight()
-        self._counts[name].scatter_add_(0, chosen.long(), each)
+        # of this call in float32, as in _places, and of all of them in whole numbers
+        each = torch.zeros_like(self._counts[name], dtype=torch.float32)
+        each = each.scatter_add(0, chosen.long(), torch.ones_like(chosen, dtype=torch.float32))
+        self._counts[name] += each.long() * self._weight()
 
 
 def _signature(module: nn.Module) -> inspect.Signature:

@@ -127,8 +127,9 @@ def has_seat(chosen: Tensor, parts: int, seats: int) -> Tensor:
 
 def _places(chosen: Tensor, parts: int) -> tuple[Tensor, Tensor]:
     """``[rows, parts]``: how often a row chooses a part, and how many rows before it do."""
-    counts = torch.zeros(len(chosen), parts + 1, dtype=torch.int64, device=chosen.device)
-    counts = counts.scatter_add(1, chosen.long(), torch.ones_like(chosen, dtype=torch.int64))[:, :parts]
+    # in float32: compilers may have no sums of whole numbers by index
+    counts = torch.zeros(len(chosen), parts + 1, dtype=torch.float32, device=chosen.device)
+    counts = counts.scatter_add(1, chosen.long(), torch.ones_like(chosen, dtype=torch.float32))[:, :parts].long()
     return counts, (counts > 0).to(torch.int64).cumsum(0) - 1  # torch_xla sums bools as bools
 
 

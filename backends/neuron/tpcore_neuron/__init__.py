@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tpcore.backend.interface import Backend, hookimpl
 from tpcore.log import inform
+from tpcore.settings import LOCAL_RANK
 
 from . import platform
 from .backend import NativeBackend, NeuronBackend
@@ -17,5 +18,6 @@ def tpcore_backend() -> type[Backend]:
     if not platform.has_native():
         return NeuronBackend
     version = platform.installed("torch-neuronx")
-    inform(f"neuron: native backend ({'stand-in' if version is None else f'torch-neuronx {version} is installed'})")
+    if LOCAL_RANK.get() == 0:
+        inform(f"neuron: native backend ({'stand-in' if version is None else f'torch-neuronx {version} is installed'})")
     return NativeBackend

@@ -105,8 +105,8 @@ def close() -> None:
 
 
 def refused() -> dict[str, int]:
-    """How many calls each limit of Neuron has refused on the stand-in in this process; under ``int64``, how many whole
-    numbers or tensors of them have lost bits there without a word."""
+    """How many calls each limit of Neuron has refused on the stand-in in this process; under ``int64`` and
+    ``whole_sums``, how many whole numbers or tensors of them have lost bits there without a word."""
     from .stand_in.device import install
 
     return dict(install().limits.refused)

@@ -112,7 +112,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if self.state.num_processes != mesh.size:
             raise ValueError(
                 f"accelerate sees {self.state.num_processes} processes and the mesh {dict(mesh.axes)} has "
-                f"{mesh.size}: start all of them with torchrun, and call tpcore.init first"
+                f"{mesh.size}: start all of them with torchrun, call tpcore.init first, and give use_cpu=True on CPUs"
             )
         if self.scaler is not None or self.mixed_precision == "fp16":  # on CPUs accelerate makes no scaler
             raise ValueError(

@@ -29,7 +29,7 @@ from tpcore_neuron import NativeBackend
 from tpcore_neuron.settings import CORES, LIMITS
 from tpcore_neuron.stand_in.device import install
 from tpcore_neuron.stand_in.group import LimitedGroup, register
-from tpcore_neuron.stand_in.limits import TABLE, Refusals
+from tpcore_neuron.stand_in.limits import REMEDIES, TABLE, Refusals
 from tpcore_neuron.transport import rounds
 
 pytestmark = pytest.mark.xdist_group("native")
@@ -84,11 +84,23 @@ CALLS: dict[str, Any] = {
     "permute": lambda comm, x: comm.permute(x, (1, 0)),
     "all_to_all": lambda comm, x: comm.all_to_all(x, 0, 0),
     "broadcast": lambda comm, x: comm.broadcast(x, 1),
+    "all_reduce": lambda comm, x: torch.where(comm.all_reduce(odd(x)) == 2 * odd(x), x, 1.0),
+    "maximum": lambda comm, x: torch.where(comm.all_reduce(odd(x), "max") == odd(x), x, 1.0),
+    "reduce_scatter": lambda comm, x: torch.where(comm.reduce_scatter(odd(x), 0) == 2 * odd(x[:1]), x, 1.0),
 }
+
+
+def odd(x: Tensor) -> Tensor:
+    """Whole numbers that float32 rounds."""
+    return torch.full_like(x, 2**25 + 1, dtype=torch.int64)
+
+
+_WHOLE = {"whole_sums": True}, "False"
 MENDS: dict[str, tuple[dict[str, Any], str]] = {
     "permute": ({"unequal_parts": True}, "refuses all-to-all of parts of unequal sizes: sizes [0, 4, 0, 4]"),
     "all_to_all": ({"exchange_sizes": None}, "refuses all-to-all over other sizes than 4, 8, 16 or 32n: 2 ranks"),
     "broadcast": ({"broadcasts": True}, "False"),
+    **dict.fromkeys(("all_reduce", "maximum", "reduce_scatter"), _WHOLE),
 }
 
 
@@ -130,6 +142,11 @@ def passed_on(ctx: ParallelContext) -> None:
     dist.send(x, ctx.rank + 1) if ctx.rank % 2 == 0 else dist.recv(x, ctx.rank - 1)
 
 
+def reduced(x: Tensor) -> int:
+    dist.all_reduce(x)
+    return int(x.item())
+
+
 def broadcast(ctx: ParallelContext) -> bool:
     x = torch.full((1,), -0.0, device=ctx.device)
     dist.broadcast(x, 0)
@@ -144,6 +161,7 @@ DIRECT: dict[str, Any] = {
     "other_device": lambda ctx: dist.all_reduce(torch.ones(1)),
     "other_index": lambda ctx: torch.ones(1, device="neuron:7"),
     "send_recv": passed_on,
+    "whole_sums": lambda ctx: reduced(torch.tensor([2**25 + 1], dtype=torch.int32, device=ctx.device)) == 2**27 + 4,
     "signed_zeros": broadcast,
     "float64": lambda ctx: (torch.ones(1, dtype=torch.float64, device=ctx.device) / 3).item() == 1 / 3,
     "int64": lambda ctx: torch.tensor([2**31], device=ctx.device).item() == 2**31,
@@ -160,7 +178,7 @@ def directly(names: list[str]) -> dict[str, str]:
         except (NotImplementedError, RuntimeError, ValueError) as e:
             found[name] = f"{type(e).__name__}: {e}"
     refused = install().limits.refused
-    lost = {"int64": found.get("int64") == "True"}  # a number that has lost bits counts too
+    lost = {name: found.get(name) == "True" for name in ("int64", "whole_sums")}  # numbers that have lost bits count
     assert all(refused[name] == found[name].count("refuses") + lost.get(name, False) for name in names)
     tpcore.shutdown()
     return found
@@ -173,8 +191,12 @@ def test_the_stand_in_refuses_and_narrows_what_its_table_says() -> None:
     of_table = {limit.name: limit for limit in TABLE}
     for name, ended in found.items():
         limit = of_table[name]
-        said = "True" if limit.error is None else f"{limit.error.__name__}: Neuron (stand-in) refuses {limit.what}"
-        assert ended.startswith(said), name
+        if limit.error is None:
+            assert ended == "True", name
+        else:
+            said = f"{limit.error.__name__}: Neuron (stand-in, limit {name}) refuses {limit.what}: "
+            assert ended.startswith(said), name
+            assert ended.endswith(REMEDIES[name]), name
     # the first rank of a group of four, and an early device, need eight ranks and a process of their own
     elsewhere = {"first_rank", "spread_groups", "early_device", *("dynamic", "graph_operators")}
     assert set(of_table) - set(found) == elsewhere
@@ -188,7 +210,12 @@ def of_torch(ctx: ParallelContext, folder: str) -> dict[str, int]:
     every = torch.empty(size * 2, device=device)
     dist.all_gather_into_tensor(every, torch.full((2,), float(ctx.rank), device=device))
     assert every.tolist() == [float(rank) for rank in range(size) for _ in range(2)]
+    stacked = torch.empty(size, 2, device=device)  # in a new first dim
+    dist.all_gather_into_tensor(stacked, torch.full((2,), float(ctx.rank), device=device))
+    assert stacked.flatten().tolist() == every.tolist()
     part = torch.empty(2, device=device)
+    dist.reduce_scatter_tensor(part, stacked)
+    assert part.tolist() == [float(size * ctx.rank)] * 2
     dist.reduce_scatter_tensor(part, every)
     assert part.tolist() == [float(size * ctx.rank)] * 2
     objects: list[Any] = [None] * size
@@ -255,7 +282,7 @@ def summed(ctx: ParallelContext) -> dict[tuple[str, torch.dtype], tuple[float, i
 
 
 def test_a_sum_of_ranks_is_as_narrow_as_its_terms(ranks: RankPool) -> None:
-    found = ranks.run(Mesh({"dp": 1, "tp": 2}), summed, **UNDER)[0]
+    found = ranks.run(Mesh({"dp": 1, "tp": 2}), summed, env={LIMITS.name: "float64,int64"})[0]
     assert found == {(name, dtype): (TERMS[dtype][1], int(dtype is torch.int64)) for name, dtype in SUMMED}
 
 

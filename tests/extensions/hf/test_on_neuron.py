@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import families, hf
+from helpers import families, hf, trainers
 from helpers.pipelines import part_of
 from helpers.rank_pool import RankPool
 from helpers.stand_in import CLOSE, FREE, UNDER, as_after_init, counted, ranks_on_the_stand_in  # noqa: F401  the fixture
@@ -209,6 +209,23 @@ def test_numbers_that_the_device_cannot_hold_are_refused_at_loading(ranks: RankP
 @pytest.mark.slow
 def test_adapters_are_those_of_one_process(ranks: RankPool) -> None:
     assert ranks.run(Mesh({"dp": 1, "tp": 2}), adapted, **UNDER) == [{}] * 2
+
+
+def by_trainer(ctx: ParallelContext, where: Path) -> tuple[Any, dict[str, int]]:
+    refused = counted(ctx)
+    history, _ = trainers.on_mesh(ctx, where, {}, use_cpu=False)
+    return history, dict(refused)
+
+
+@pytest.mark.slow
+def test_the_trainer_is_that_of_one_process(ranks: RankPool, tmp_path: Path) -> None:
+    """On the device, which accelerate knows by the name of AWS's package; it pins memory and empties caches."""
+    want = trainers.history(trainers.stock(tmp_path / "stock"))
+    for got, refused in ranks.run(trainers.TP, as_after_init, by_trainer, tmp_path / "mesh", **UNDER):
+        assert refused == {}
+        assert len(got) == len(want)
+        for ours, theirs in zip(got, want, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)  # as CLOSE
 
 
 @pytest.mark.slow

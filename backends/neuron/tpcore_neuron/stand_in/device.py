@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
 
@@ -16,7 +16,8 @@ from tpcore.private import make_wrapper, no_torch_function, schema_of, set_lazy
 from tpcore.settings import LOCAL_RANK
 
 from .limits import Refusals
-from .private import DeviceModule, compiled_now, has_no_memory, make_device, tree_leaves, tree_map
+from .module import AskedModule, stand_for_package
+from .private import compiled_now, has_no_memory, make_device, tree_leaves, tree_map
 
 NAME = "neuron"
 _CPU, _ATEN = torch.device("cpu"), torch.ops.aten
@@ -121,12 +122,12 @@ def _not_registered(operator: Any, *args: Any) -> Tensor:
     raise RuntimeError(f"{operator}: there is no process group of {NAME} yet")
 
 
-class StandInDevice(DeviceModule):
+class StandInDevice(AskedModule):
     """The module ``torch.neuron``, and how operators run."""
 
     def __init__(self) -> None:
         self.limits = Refusals(())
-        self.touched = self.ready = False
+        self.ready = False
         self.functional: Callable[..., Tensor] = _not_registered
         """Runs an operator of ``_c10d_functional`` on memory."""
         self.operators: Counter[str] = Counter()
@@ -185,49 +186,24 @@ class StandInDevice(DeviceModule):
         for x in tree_leaves(written):
             self.narrow(x, counted="empty" not in schema.name)  # what is not yet written has any bits
 
-    def narrow(self, x: Any, *, counted: bool = True) -> None:
-        """Round memory to the width of the hardware; ``counted``: whole numbers that lose bits are."""
-        if not isinstance(x, Tensor) or x.dtype not in self.limits.narrow:
+    def narrow(self, x: Any, name: str = "int64", to: Any = None, *, counted: bool = True) -> None:
+        """Round memory to the width of the hardware, or to types ``to``; ``counted``: as refusals of limit ``name``,
+        whole numbers that lose bits are."""
+        to = self.limits.narrow if to is None else to
+        if not isinstance(x, Tensor) or x.dtype not in to:
             return
-        rounded = x.to(self.limits.narrow[x.dtype]).to(x.dtype)
+        rounded = x.to(to[x.dtype]).to(x.dtype)
         # the least number stands for an infinite one
-        if counted and x.dtype is torch.int64 and bool(((rounded != x) & (x != torch.iinfo(x.dtype).min)).any()):
-            self.limits.refused["int64"] += 1
+        if counted and not x.dtype.is_floating_point and not x.dtype.is_complex:
+            self.limits.refused.update([name] * bool(((rounded != x) & (x != torch.iinfo(x.dtype).min)).any()))
         x.copy_(rounded)
 
-    # -- what torch and programs ask torch.neuron
-    def current_device(self) -> int:
-        return 0
-
-    def is_initialized(self) -> bool:
-        return self.touched
-
-    def synchronize(self, device: Any = None) -> None:
-        """Nothing runs behind the host's back."""
-
-    def current_stream(self, device: Any = None) -> StandInDevice:
-        return self  # which a stream's user synchronizes
-
-    def stream(self, stream: Any) -> nullcontext[None]:
-        return nullcontext()
-
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        return [torch.bfloat16, torch.float16]
-
-    def manual_seed(self, seed: int) -> None:
-        torch.default_generator.manual_seed(seed)
-
-    manual_seed_all = manual_seed
-
-    def get_rng_state(self, device: Any = None) -> Tensor:
-        return torch.default_generator.get_state()
-
-    def set_rng_state(self, state: Tensor, device: Any = None) -> None:
-        torch.default_generator.set_state(state)
+    def set_device(self, device: Any) -> None:
+        self._own(torch.device(NAME, device) if isinstance(device, int) else torch.device(device))
 
     @contextmanager
     def device(self, device: Any) -> Iterator[None]:
-        self._own(torch.device(NAME, device) if isinstance(device, int) else torch.device(device))
+        self.set_device(device)
         yield
 
 
@@ -239,11 +215,14 @@ def install() -> StandInDevice:
     """Register the device, once in a process."""
     if not _libraries:
         make_device(NAME, _device)
-        for namespace, key in (("_", "PrivateUse1"), ("aten", "PrivateUse1"), ("_", "AutocastPrivateUse1")):
+        stand_for_package(_device)
+        keys = ("_", "PrivateUse1"), ("aten", "PrivateUse1"), ("_", "AutocastPrivateUse1"), ("aten", "CPU")
+        for namespace, key in keys:
             _libraries.append(torch.library.Library(namespace, "IMPL", key))
-        fallback, copies, autocast = _libraries
+        fallback, copies, autocast, host = _libraries
         fallback.fallback(lambda operator, *args, **kwargs: _device.run(operator, args, kwargs))
         copies.impl("_to_copy", _named(_ATEN._to_copy.default))  # torch.tensor(device=) finds no fallback
+        host.impl("pin_memory", lambda x, device=None: x)  # as loaders do
         autocast.fallback(torch.library.fallthrough_kernel)
         lowered = torch.library.Library("aten", "IMPL", "AutocastPrivateUse1")
         for name in ("linear", "mm", "addmm", "bmm", "baddbmm", "matmul", "scaled_dot_product_attention"):

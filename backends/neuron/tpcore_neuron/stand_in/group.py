@@ -44,6 +44,7 @@ class _Rounded(dist.Work):
     def _round(self) -> None:
         for x in self._wide:
             with torch.inference_mode(x.is_inference()):
+                self._device.narrow(x, "whole_sums", self._device.limits.sums)
                 self._device.narrow(x)
 
 
@@ -73,21 +74,23 @@ class LimitedGroup(_Base):  # type: ignore[misc]  # its stubs do not say what to
 
     def _reduce(self, name: str, out: Any, *args: Any) -> Any:
         """``_call``, and ``out`` is rounded at its end: a sum may need more bits than its terms."""
-        work = self._call(name, out, *args)
-        wide = [x for x in map(raw, tree_leaves(out)) if x.dtype in self._device.limits.narrow]
+        work, limits = self._call(name, out, *args), self._device.limits
+        wide = [x for x in map(raw, tree_leaves(out)) if x.dtype in {**limits.narrow, **limits.sums}]
         return _Rounded(work, wide, self._device) if wide else work
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         return self._reduce("allreduce", _listed(tensors), opts or c10d.AllreduceOptions())
 
     def _allgather_base(self, out: Tensor, x: Tensor, opts: Any = None) -> Any:
-        return self._call("_allgather_base", out, x, opts or c10d.AllgatherOptions())
+        # flat: torch takes joined rows and rows in a new first dim, and gloo the first alone
+        return self._call("_allgather_base", out.view(-1), x.contiguous().view(-1), opts or c10d.AllgatherOptions())
 
     def allgather(self, outs: Any, xs: Any, opts: Any = None) -> Any:
         return self._call("allgather", outs, xs, opts or c10d.AllgatherOptions())
 
     def _reduce_scatter_base(self, out: Tensor, x: Tensor, opts: Any = None) -> Any:
-        return self._reduce("_reduce_scatter_base", out, x, opts or c10d.ReduceScatterOptions())
+        flat = out.view(-1), x.contiguous().view(-1)
+        return self._reduce("_reduce_scatter_base", *flat, opts or c10d.ReduceScatterOptions())
 
     def reduce_scatter(self, outs: Any, xs: Any, opts: Any = None) -> Any:
         return self._reduce("reduce_scatter", outs, xs, opts or c10d.ReduceScatterOptions())

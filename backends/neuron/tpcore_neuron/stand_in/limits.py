@@ -15,6 +15,7 @@ SDK = "2.33"
 _GROUP = "torch_neuronx/distributed/backend.py, class ProcessGroupNeuron, of the source before SDK 2.33"
 _OPERATION = "the operation's can_handle in torch_neuronx/python_ops/xla_ops, of the source before SDK 2.33"
 _COMPILER = "AWS's reference of torch.compile's backend, 14 Oct 2026"
+_TYPES = "AWS's page on data types of SDK 2.33, and its compiler's errors NCC_EVRF061 and 063"
 _USERS = "users' reports of Trn2, betas 2 and 3 of 2026"
 
 
@@ -30,7 +31,7 @@ class Limit:
 
     def to_json(self) -> dict[str, str | None]:
         error = None if self.error is None else self.error.__name__
-        return {"name": self.name, "what": self.what, "error": error, "since": self.since, "source": self.source}
+        return {**vars(self), "error": error}
 
 
 TABLE = (
@@ -50,13 +51,29 @@ TABLE = (
     Limit("dynamic", "dynamic sizes in a compiled graph", RuntimeError, f"{_COMPILER}, dynamic"),
     Limit("graph_operators", "operators in a compiled graph that are not torch's own", RuntimeError, _COMPILER),
     Limit("signed_zeros", "broadcast is a sum with zeros: -0.0 arrives as 0.0", None, f"{_GROUP}: broadcast"),
+    Limit("whole_sums", "whole numbers are summed over ranks in float32, right up to 2**24", None, _TYPES),
     Limit("float64", "64-bit floating point is computed in 32 bits", None, "AWS's page on 64-bit dtypes, 8 Oct 2026"),
     Limit("int64", "64-bit whole numbers keep their lower 32 bits", None, "AWS's page on 64-bit dtypes, 8 Oct 2026"),
 )
+_COMM = "or take tpcore's Comm, which gathers where Neuron refuses"
+REMEDIES = {
+    "unequal_parts": f"pad the parts, {_COMM}",
+    **dict.fromkeys(("group_sizes", "first_rank", "spread_groups"), f"gather and take your part, {_COMM}"),
+    "send_recv": "take tpcore's Comm.permute or PipelineModel",
+    "empty": "leave the call out on all ranks",
+    "barrier": "let all ranks meet, or sum a number over the group",
+    "other_device": "move them by .to(tpcore.current().device)",
+    "early_device": "call tpcore.init before",
+    "other_index": "leave the index out, or take tpcore.current().device",
+    "dynamic": "compile with dynamic=False, and pad to one shape",
+    "graph_operators": "leave them out of what is compiled",
+}
+"""What a program does instead."""
 NARROW = {
     "float64": {torch.float64: torch.float32, torch.complex128: torch.complex64},
     "int64": {torch.int64: torch.int32},
 }
+_SUMS = {torch.int64: torch.float32, torch.int32: torch.float32}
 _EXCHANGED = 4, 8, 16
 
 
@@ -67,6 +84,7 @@ class Refusals:
         self._by_name = {limit.name: limit for limit in TABLE}
         self.names = frozenset(names)
         self.narrow = {wide: dtype for name in NARROW if name in self.names for wide, dtype in NARROW[name].items()}
+        self.sums = _SUMS if "whole_sums" in self.names else {}
         self.refused: Counter[str] = Counter()
 
     def refuse(self, name: str, wrong: bool, detail: Any = "") -> None:
@@ -74,7 +92,8 @@ class Refusals:
         if wrong and name in self.names:
             self.refused[name] += 1
             limit = self._by_name[name]
-            raise (limit.error or ValueError)(f"Neuron (stand-in) refuses {limit.what}: {detail}")
+            text = f"Neuron (stand-in, limit {name}) refuses {limit.what}: {detail}: {REMEDIES[name]}"
+            raise (limit.error or ValueError)(text)
 
     def exchange(self, ranks: Sequence[int], parts: Sequence[int]) -> None:
         """Refuse an all-to-all that Neuron does not take. ``parts``: sizes, none if all are equal."""

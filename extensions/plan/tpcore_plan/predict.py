@@ -15,9 +15,8 @@ from tpcore.train.data_parallel import BUCKET
 from tpcore.train.pipeline import Schedule
 
 from .choice import Choice
-from .clock import Clock
 from .costs import HeldBytes, StepCosts, by_name
-from .machine import Machine
+from .machine import Clock, Machine
 from .meter import AFTER, BEFORE
 from .reduced import RECORDED_BUCKET, Reduced
 from .steps import execution_seconds, kept_bytes, shared, update_seconds

@@ -32,7 +32,7 @@ from tpcore_hf.generate.cached import longrope_length
 
 from . import API_KEY
 from .batches import Batches
-from .doors import LOCAL, Connection, connections
+from .requests import LOCAL, Connection, connections
 from .sampling import sample_by_request
 from .server import application
 

@@ -19,9 +19,8 @@ from starlette.requests import ClientDisconnect
 from tpcore.log import log
 
 from .batches import Batches, first_line
-from .doors import LOCAL, Door
 from .handlers import Chat, Completions
-from .requests import malformed
+from .requests import LOCAL, Door, malformed
 
 _BYTES = 2**23  # of a body
 _WAIT = 30  # seconds for a body to come

@@ -17,9 +17,9 @@ import openai
 import pytest
 from test_serve_answers import FIELDS, Run, Script, asking, served, streamed, whole
 
-from tpcore_serve import command, doors, rank
-from tpcore_serve.doors import LOCAL, Door
+from tpcore_serve import command, rank, requests
 from tpcore_serve.handlers import Chat, Completions
+from tpcore_serve.requests import LOCAL, Door
 
 JSON = {"content-type": "application/json"}
 
@@ -180,7 +180,7 @@ BODY = HALF + b"content-type: application/json\r\ncontent-length: 9\r\n\r\n"
 def test_a_head_that_does_not_come_ends_its_connection(
     listening: Any, sent: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doors, "_HEAD", 0.1)
+    monkeypatch.setattr(requests, "_HEAD", 0.1)
 
     async def ask(port: int, engine: Script) -> Any:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -202,7 +202,7 @@ def test_a_head_that_does_not_come_ends_its_connection(
 
 @pytest.mark.parametrize("sent", [b"", HALF, BODY, WHOLE])
 def test_connections_that_ask_nothing_make_room(listening: Any, sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doors, "connections", lambda: 4)
+    monkeypatch.setattr(requests, "connections", lambda: 4)
 
     async def ask(port: int, _: Script) -> list[bool]:
         idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(12)]

@@ -22,6 +22,12 @@ def divide(numerator: int, denominator: int, what: str = "") -> int:
     return numerator // denominator
 
 
+def mark_of(t: object) -> Any:
+    """The mark of a tensor of which other ranks hold other entries; None for any other."""
+    mark = getattr(t, "tpcore_sharding", None)
+    return mark if getattr(mark, "axes", ()) else None
+
+
 class Block(NamedTuple):
     """A run of ``size`` along the cut dim, cut in whole ``unit``s (e.g. head_dim)."""
 

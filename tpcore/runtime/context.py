@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -41,6 +41,8 @@ class ParallelContext:
     _comms: dict[tuple[tuple[str, ...], int | None], Comm] = field(default_factory=dict, init=False, compare=False)
     steppers: list[ref[Any]] = field(default_factory=list, init=False, compare=False)
     """The ``Zero1``s made here: their parameters' gradients are averaged by their step alone."""
+    before_steps: list[Callable[[Any], None]] = field(default_factory=list, init=False, compare=False)
+    """What each optimizer is shown before it steps."""
     layers: WeakSet[Any] = field(default_factory=WeakSet, init=False, compare=False)
     """The modules made here of which other ranks have other parameters."""
     marked: dict[int, ref[Any]] = field(default_factory=dict, init=False, compare=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
@@ -18,8 +18,10 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from ..backend.registry import manager
+from ..layout.shard import mark_of
 from ..private import CLIPPED
 from .context import current, is_initialized
+from .elementwise import steps_asked
 
 PlainFunction = Callable[..., Any]
 
@@ -52,10 +54,13 @@ def installed(guards: Iterable[Guard]) -> Iterator[None]:
         yield
 
 
-def whole_tensors_only() -> AbstractContextManager[None]:
+@contextmanager
+def whole_tensors_only() -> Iterator[None]:
     """In the block, functions of libraries take sharded parameters for what they are, on every rank: the guards of
-    tpcore and of all extensions."""
-    return installed([*_own(), *(guard for added in manager().hook.tpcore_guards() for guard in added or ())])
+    tpcore and of all extensions. So do optimizers."""
+    guards = [*_own(), *(guard for added in manager().hook.tpcore_guards() for guard in added or ())]
+    with installed(guards), steps_asked():
+        yield
 
 
 def refusing(check: Callable[..., None]) -> Callable[[PlainFunction], PlainFunction]:
@@ -79,12 +84,6 @@ _NORM = (
     "torch.nn.utils would see the norm of this rank's part of a gradient, each rank another: call "
     "tpcore.clip_grad_norm(model, max_norm), or tpcore.optimizer_step(optimizer, max_norm=...)"
 )
-
-
-def mark_of(t: object) -> Any:
-    """The mark of a tensor of which other ranks hold other entries; None for any other."""
-    mark = getattr(t, "tpcore_sharding", None)
-    return mark if getattr(mark, "axes", ()) else None
 
 
 def refuse_in_file(t: object) -> None:

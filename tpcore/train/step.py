@@ -12,11 +12,11 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from ..runtime.context import current
+from ..runtime.elementwise import check_steps_parts
 from .clip import check_max_norm, norm_of_gradients, scale_to
 from .data_parallel import buckets_of, overlap_of, reduce_beside
 from .parameters import check_not_replaced, unique_parameters
 from .zero import Zero1
-from .zero.elementwise import check_steps_parts
 
 Scaler = GradScaler | None
 

@@ -33,7 +33,8 @@ ALL = """
     from tpcore.checkpoint.forms.rank_files import RankFiles, grid
     from tpcore.checkpoint.forms.source import Form
     from tpcore.comm.observer import Observed, Observer
-    from tpcore.runtime.guards import Guard, mark_of, refusing
+    from tpcore.layout.shard import mark_of
+    from tpcore.runtime.guards import Guard, refusing
 
     theirs = "their value"
 

@@ -262,6 +262,74 @@ def test_parts_filled_as_if_they_were_whole_are_found(name: str) -> None:
     run_ranks(TWO, rank)
 
 
+def _parameters(part: Any) -> list[Any]:
+    return [p for p in part.parameters() if p.grad is not None]
+
+
+def _by_hand(part: Any, norm: Callable[[Tensor], Tensor]) -> None:
+    """What each rank takes for the norm of all gradients."""
+    total = torch.stack([norm(p.grad) for p in _parameters(part)]).norm()
+    torch._foreach_mul_([p.grad for p in _parameters(part)], (1 / total).item())
+
+
+def _perturbed(part: Any, norm: Callable[[Tensor], Tensor]) -> None:
+    """As sharpness-aware minimization does, before a second backward."""
+    total = torch.stack([norm(p.grad) for p in _parameters(part)]).norm()
+    for p in _parameters(part):
+        p.data.add_(0.05 * p.grad / total)
+        p.grad = None
+    part(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
+
+
+BETWEEN: dict[str, tuple[Callable[[Any], Any], str | None]] = {
+    "norm": (lambda part: _by_hand(part, Tensor.norm), "steps by gradients"),
+    "of data": (lambda part: _by_hand(part, lambda g: torch.linalg.vector_norm(g.data.float())), "steps by gradients"),
+    "squares": (lambda part: _by_hand(part, lambda g: g.detach().square().sum().sqrt()), "steps by gradients"),
+    "largest": (lambda part: _by_hand(part, lambda g: g.abs().max()), "steps by gradients"),
+    "values": (lambda part: _by_hand(part, lambda g: g.norm() * 0 + part.lm_head.weight.sum()), "steps by gradients"),
+    "perturbed": (lambda part: _perturbed(part, Tensor.norm), r"model.layers.\*.input_layernorm.* has other values"),
+    "clipped": (lambda part: tpcore.clip_grad_norm(part, 0.1), None),
+    "averaged": (lambda part: [p.grad.div_(3) for p in _parameters(part)], None),
+    "by value": (lambda part: nn.utils.clip_grad_value_(part.parameters(), 1e-3), None),
+    "infinite": (lambda part: [p.grad.mul_(float("inf")) for p in _parameters(part)], None),
+}
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW, partial(tpcore.Zero1, torch.optim.AdamW)])
+@pytest.mark.parametrize("name", BETWEEN)
+def test_what_is_a_number_of_one_ranks_parts_scales_no_step(name: str, optimizer: Any) -> None:
+    """Whatever the number was taken by, and though a warm-up begins with a rate of 0. Nothing has stepped by then."""
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        part = tpcore.parallelize(model("added"), plan=PLAN)
+        between, refused = BETWEEN[name]
+        stepped = optimizer(part.parameters(), lr=0.0)
+        for _ in range(3):
+            part(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
+            if refused is None:
+                between(part)
+                stepped.step()
+            else:
+                with pytest.raises(ValueError, match=f"{refused}.*tpcore.clip_grad_norm"):
+                    (between(part), stepped.step())
+                break
+            stepped.zero_grad()
+        assert len(ctx.before_steps) == (refused is not None)
+
+    run_ranks(TWO, rank)
+
+
+def test_ranks_with_models_of_other_seeds_are_told() -> None:
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        whole = model("added")
+        nn.init.normal_(whole.model.norm.weight, generator=torch.Generator().manual_seed(ctx.rank))
+        part = tpcore.parallelize(whole, plan=PLAN)
+        with pytest.raises(ValueError, match=r"model\.norm\.weight, whole on each tp rank, has other values"):
+            part(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
+
+    run_ranks(TWO, rank)
+
+
 def _copies(part: Any) -> None:
     for name, p in part.named_parameters():
         if "up_proj" in name:

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from ...runtime.context import current
+from ...runtime.elementwise import check_elementwise, own_parts
 from ..clip import norm_in_order, norm_of, scale_to
 from ..data_parallel import Bucket, overlap_of, present_anywhere
 from ..parameters import check_for_parts, check_not_replaced, data_comm, named_of, names_of
 from .chunk import Accumulation, ParameterChunk, ReadRun, Reduction, in_buckets, kind_of
-from .elementwise import check_elementwise, own_parts
 from .state import IN_STEP, MASTER, Outline, check_kind, entries_of, outline_of, renumbered
 
 
@@ -42,6 +42,7 @@ class Zero1(torch.optim.Optimizer):
     built under another context, cut by torch's own parallelism or over dp.
     """
 
+    tpcore_steps_parts: frozenset[str] = frozenset()  # its base optimizer was asked
     grad_norm: Tensor | None = None
     """The norm of the last step's gradients before clipping, if ``optimizer_step`` computed it."""
 

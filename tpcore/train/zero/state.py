@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ...layers.sharding import sharding, stamp
+from ...runtime.elementwise import tried
 from .chunk import ParameterChunk, ReadRun
-from .elementwise import tried
 
 MASTER = "master"
 IN_STEP = (

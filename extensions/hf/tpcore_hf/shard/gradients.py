@@ -1,4 +1,5 @@
-"""What ranks of one tp group have alike in their first forwards and backwards, and what none has; ValueError if not."""
+"""What ranks of one tp group have alike in their first forwards, backwards and steps, and what none has; ValueError if
+not."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -13,17 +15,21 @@ from torch import Tensor, nn
 from tpcore.comm.comm import Comm
 from tpcore.layers.sharding import Sharding, sharding
 from tpcore.private import backward_number, recorded, when_backward_ends
+from tpcore.runtime.context import current
 from tpcore.runtime.digests import compare_inputs
 
 from ..plan.inputs import named
 from ..plan.rules import wildcard
 
-_BACKWARDS = 2
+_BACKWARDS = _STEPS = 2
 _WAVES = 4
 _SAMPLE, _FEW = 1 << 16, 1 << 12
 _APART, _NOISE = 1e-2, 1e-6
 """How far projections of one gradient on two ranks may be apart, relative to its norm and to the largest one's: a
 kernel that adds in any order makes a smaller difference, a sum over other tokens or features a larger one."""
+_SCALED = 1e-4
+"""The same for the norm of all whole gradients together, where an optimizer steps: what backward gave alike is
+scaled by one number on all ranks."""
 
 
 def _digest(t: Tensor, sample: int = _SAMPLE) -> Tensor:
@@ -54,15 +60,18 @@ def watch_first(model: nn.Module, base: nn.Module, comm: Comm) -> None:
 
     if comm.size > 1:
         model.register_forward_pre_hook(partial(before, object()), with_kwargs=True, prepend=True)
-        FirstBackwards(comm).watch(base)
+        steps = FirstSteps(comm)
+        steps.watch(base)
+        FirstBackwards(comm, steps).watch(base)
 
 
 @dataclass(eq=False)
 class FirstBackwards:
-    """The first gradients of a model's whole parameters, which are alike on all ranks of ``comm``, and the values of
-    the sharded ones, which are not."""
+    """The first gradients of a model's whole parameters, which are alike on all ranks of ``comm``, as their values are
+    before ``steps``, and the values of the sharded ones, which are not."""
 
     comm: Comm
+    steps: FirstSteps
     left: int = _BACKWARDS
     noise: float = _NOISE
     gradients: dict[int, dict[str, Tensor]] = field(default_factory=dict)
@@ -98,7 +107,7 @@ class FirstBackwards:
         if (backward := backward_number()) not in self.gradients:
             self.gradients[backward] = {}
             when_backward_ends(partial(self.compare, backward))
-        self.gradients[backward][name] = _digest(p.grad)
+        self.gradients[backward][name] = torch.stack([_digest(p.grad), _digest(p)])
         self.noise = max(self.noise, torch.finfo(p.grad.dtype).eps)
 
     def compare(self, backward: int) -> None:
@@ -112,19 +121,68 @@ class FirstBackwards:
         for hook in self.hooks if self.left == 0 else ():
             hook.remove()
         device = self.comm.position.device  # parameters may be on several
-        ranks = self.comm.all_gather(torch.stack([t.to(device) for t in (*whole.values(), *parts.values())])[None], 0)
-        norms, waves = ranks[:, : len(whole), 0].amax(0), ranks[:, :, 2:]
+        given = [*(t[0] for t in whole.values()), *(t[1] for t in whole.values()), *parts.values()]
+        ranks = self.comm.all_gather(torch.stack([t.to(device) for t in given])[None], 0)
+        n, norms, waves = len(whole), ranks[:, :, 0].amax(0), ranks[:, :, 2:]
         apart = (waves[1:] - waves[:1]).abs().amax((0, 2))
-        wrong = apart[: len(whole)] > _APART * norms + self.noise * norms.max()
+        # a kernel's noise may turn around what an optimizer makes of a gradient near zero
+        other = (apart > _NOISE * norms)[n : 2 * n] & (self.steps.left == _STEPS)
+        if different := _chosen(whole, other):
+            raise ValueError(
+                f"{different}, whole on each tp rank, has other values on them: ranks were built with other seeds, or "
+                "changed it by a number that each takes of its parts of parameters or gradients, as "
+                "sum(p.grad.norm() ** 2 ...), which is no number of the model: tpcore.clip_grad_norm returns the whole "
+                "norm, and tpcore.init_weights gives values"
+            )
+        wrong = apart[:n] > _APART * norms[:n] + self.noise * norms[:n].max()
         if different := _chosen(whole, wrong):
             raise ValueError(
                 f"the gradient of {different}, whole on each tp rank, differs between them: ranks have other "
                 "batches or draw other random numbers, or it is used where each rank has a part, of the features or "
                 "with sequence_parallel of the tokens: there give its module the style 'replicated_with_grad_allreduce'"
             )
-        alike = (apart == 0)[len(whole) :] & (ranks[:, len(whole) :, 1].amax(0) > 0)
+        alike = (apart == 0)[2 * n :] & (ranks[:, 2 * n :, 1].amax(0) > 0)
         if same := _chosen(parts, alike):
             raise ValueError(
                 f"the ranks' parts of {same} have the same values: something filled the part of each as if "
                 "it were the whole: tpcore.init_weights gives parts of new values, and functions of torch.nn.init do"
+            )
+
+
+@dataclass(eq=False)
+class FirstSteps:
+    """The gradients of a model's whole parameters where its first optimizers step: backward gave them alike."""
+
+    comm: Comm
+    left: int = _STEPS
+    whole: list[ref[nn.Parameter]] = field(default_factory=list)
+
+    def watch(self, model: nn.Module) -> None:
+        """Until then the rank's context has this, and no parameter."""
+        if self.comm.eager:
+            marks = ((p, sharding(p)) for p in model.parameters() if p.is_floating_point() and not p.is_meta)
+            self.whole = [ref(p) for p, mark in marks if mark is None or not mark.axes]
+            current().before_steps.append(self.compare)
+
+    def compare(self, optimizer: torch.optim.Optimizer) -> None:
+        """Collective over ``comm``, whose ranks all step."""
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        known = [p for made in self.whole if (p := made()) is not None]
+        gradients = [p.grad for p in known if id(p) in stepped and p.grad is not None and not p.grad.is_sparse]
+        self.left -= bool(gradients)
+        if not known or not self.left:
+            current().before_steps.remove(self.compare)
+        if not gradients or recorded(*gradients):
+            return
+        device = self.comm.position.device
+        total = torch.stack([g.detach().float().norm().to(device) for g in gradients]).norm().reshape(1)
+        norms = self.comm.all_gather(total, 0)
+        coarsest = max(torch.finfo(g.dtype).eps for g in gradients)
+        # a rank's infinity is for the optimizer, or its scaler, to skip
+        if bool(norms.isfinite().all()) and norms.max() - norms.min() > max(_SCALED, coarsest / 2) * norms.max():
+            raise ValueError(
+                f"{type(optimizer).__name__} steps by gradients that backward gave alike on all tp ranks, and "
+                f"that differ now: their norms are {', '.join(f'{n:.6g}' for n in norms.tolist())}. A number that each "
+                "rank takes of its parts of parameters or gradients, as sum(p.grad.norm() ** 2 ...), is no number of "
+                "the model: tpcore.clip_grad_norm(model, max_norm) clips by the norm of the whole, and returns it"
             )

@@ -1,16 +1,19 @@
-"""The check that an optimizer treats each entry of a parameter by itself, as parts of parameters require."""
+"""What is asked where an optimizer steps: that it treats each entry of a parameter by itself, as parts require."""
 
 from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ...layers.sharding import sharding
+from ..layout.shard import mark_of
+from .context import current, is_initialized
 
 _NORMS = "it scales a parameter's update by norms of all of it"
 _FACTORS = "it keeps statistics of whole rows and columns"
@@ -80,10 +83,9 @@ def check_elementwise(cls: type[torch.optim.Optimizer], options: Mapping[str, An
 def check_steps_parts(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> None:
     """Raise ValueError for an optimizer that mixes entries of a parameter of which this rank has a part, and warn of
     one that cannot be tried; once for an optimizer."""
-    if getattr(optimizer, _STEPS_PARTS, False):
+    if getattr(optimizer, _STEPS_PARTS, None) is not None:
         return
-    marks = (sharding(p) for p in parameters)
-    mark = next((mark for mark in marks if mark is not None and mark.axes), None)
+    mark = next((mark for p in parameters if (mark := mark_of(p)) is not None), None)
     if mark is None:
         return
     cls, trial = type(optimizer), tried(type(optimizer), optimizer.defaults)
@@ -100,6 +102,24 @@ def check_steps_parts(optimizer: torch.optim.Optimizer, parameters: Iterable[Ten
             stacklevel=2,
         )
     vars(optimizer)[_STEPS_PARTS] = True
+
+
+@contextmanager
+def steps_asked() -> Iterator[None]:
+    """In the block, ``check_steps_parts`` for every optimizer of torch before it steps, and what waits for steps in the
+    rank's context."""
+
+    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if not torch.compiler.is_compiling():
+            check_steps_parts(optimizer, (p for group in optimizer.param_groups for p in group["params"]))
+            for told in [*current().before_steps] if is_initialized() else ():
+                told(optimizer)
+
+    hook = register_optimizer_step_pre_hook(before)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _known(cls: type) -> str | None:

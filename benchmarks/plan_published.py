@@ -25,7 +25,8 @@ from typing import Any
 
 import torch
 
-from tpcore_plan.choice import Choice, Execution
+from tpcore_plan.choice import Choice
+from tpcore_plan.execution import Execution
 from tpcore_plan.machine import Machine
 from tpcore_plan.predict import Prediction, predict
 from tpcore_plan.published import Reached, gpus

@@ -12,7 +12,7 @@ from tpcore.cli.console import Table, bytes_of, dtype_of, tell, working
 from tpcore.errors import counted, extra
 from tpcore_explain.summary import save_pictures, size
 
-from .choice import RECOMPUTED, Execution
+from .execution import RECOMPUTED, Execution
 from .published import PUBLISHED
 
 if TYPE_CHECKING:  # a model's rooms take long to import

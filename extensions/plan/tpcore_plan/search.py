@@ -14,7 +14,8 @@ from tpcore.errors import counted
 from tpcore_explain.summary import size
 from tpcore_explain.target import Factory
 
-from .choice import Choice, Execution
+from .choice import Choice
+from .execution import Execution
 from .machine import Machine
 from .predict import Prediction, predict
 from .published import find

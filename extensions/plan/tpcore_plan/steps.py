@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 
-from .choice import Choice, Execution
+from .choice import Choice
 from .costs import HeldBytes, StepCosts
+from .execution import Execution
 from .machine import Clock
 from .meter import AFTER, BEFORE, SCORES
 

@@ -18,8 +18,9 @@ from typer.testing import CliRunner
 import tpcore
 from tpcore.cli.app import app
 from tpcore_explain.explain import explain
-from tpcore_plan.choice import Choice, Execution, setup_lines, step_lines
+from tpcore_plan.choice import Choice, setup_lines, step_lines
 from tpcore_plan.costs import HeldBytes
+from tpcore_plan.execution import Execution
 from tpcore_plan.machine import Clock, Link, Machine
 from tpcore_plan.meter import AFTER, ATTENTION
 from tpcore_plan.predict import held_by_rank, memory_of, predict

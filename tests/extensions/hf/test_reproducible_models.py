@@ -14,8 +14,10 @@ from transformers import AttentionInterface, DeepseekV3Config, DeepseekV3ForCaus
 import tpcore_hf
 from benchmarks.reproducible import MESHES, MODELS, Trained, on
 from tpcore.layout.mesh import Mesh
+from tpcore.layout.shard import Block
 from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
+from tpcore_hf.shard.forwards import _dim_of_heads
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft's
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -55,6 +57,32 @@ def test_one_head_on_a_rank_has_the_bits_that_it_has_beside_others(case: str) ->
     assert on({"tp": 8}, ONE_HEAD[case], torch.float32, 1) == on({"tp": 1}, ONE_HEAD[case], torch.float32, 1)
 
 
+def by_einsum(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **_: Any) -> Any:
+    weights = torch.einsum("bhqd,bhkd->bhqk", [query, key]).softmax(-1)
+    return torch.einsum("b h q k, b h k d -> b q h d", weights, value), None
+
+
+AS_WRITTEN = {
+    "einsum": Trained("phi", MODELS["Phi"].config | {"attn_implementation": "by_einsum"}),
+    "norm after heads are transposed": Trained("gemma3_text", MODELS["Qwen2"].config | {"head_dim": 16}),
+}
+
+
+@pytest.mark.parametrize("case", AS_WRITTEN)
+def test_however_heads_are_written(case: str) -> None:
+    AttentionInterface.register("by_einsum", by_einsum)
+    assert on({"tp": 2}, AS_WRITTEN[case], torch.float32, 1) == on({"tp": 1}, AS_WRITTEN[case], torch.float32, 1)
+
+
+def test_heads_are_found_beside_as_many_tokens() -> None:
+    q_and_k, x = [Block(32, 8), Block(16, 8)], torch.zeros(2, 4, 4, 8)
+    assert _dim_of_heads(q_and_k, x) == 2
+    assert _dim_of_heads(q_and_k, x.transpose(1, 2)) == 1
+    assert _dim_of_heads(q_and_k, torch.zeros(1, 2, 9, 8)) == 1
+    with pytest.raises(ValueError, match=r"shape \(2, 3, 5, 8\) has no dim of the 2, 4 heads"):
+        _dim_of_heads(q_and_k, torch.zeros(2, 3, 5, 8))
+
+
 def test_without_it_they_have_not() -> None:
     llama = MODELS["Llama, 4 key/value heads for 8"]
     assert on({"tp": 1}, llama, torch.float32, 2, most=None) != on({"tp": 2}, llama, torch.float32, 2, most=None)
@@ -70,9 +98,8 @@ def latent() -> DeepseekV3ForCausalLM:
     return DeepseekV3ForCausalLM(DeepseekV3Config(**sizes, num_attention_heads=8, q_lora_rank=16, kv_lora_rank=16))
 
 
-def by_einsum(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **_: Any) -> Any:
-    weights = torch.einsum("bhqd,bhkd->bhqk", [query, key]).softmax(-1)
-    return (weights @ value).transpose(1, 2), None
+def adding_heads(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **_: Any) -> Any:
+    return value + torch.einsum("bhqd,bhkd->bqk", query, key).softmax(-1)[:, None] @ value, None
 
 
 def into_out(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **_: Any) -> Any:
@@ -94,13 +121,13 @@ def test_products_by_their_arguments_names() -> None:
 
 
 def einsum() -> Any:
-    AttentionInterface.register("by_einsum", by_einsum)
-    config = MODELS["Phi"].config | {"attn_implementation": "by_einsum"}
+    AttentionInterface.register("adding_heads", adding_heads)
+    config = MODELS["Phi"].config | {"attn_implementation": "adding_heads"}
     return tpcore_hf.parallelize(Trained("phi", config).made())(torch.zeros(1, 16, dtype=torch.int64))
 
 
 REFUSED = {
-    "another product of heads": (einsum, r"torch.einsum of tensors of shapes \(1, \d, 16, 8\).*call torch.matmul"),
+    "another product of heads": (einsum, r"torch.einsum of .* \(1, \d, 16, 8\).*torch.matmul on batches"),
     "a vocabulary": (lambda: tpcore_hf.parallelize(gpt2(vocab_size=97)), "97 of .* are not 8 equal blocks.*to 104"),
     "latent attention": (lambda: tpcore_hf.parallelize(latent()), r"\('mla_kv_a_proj'\).*in an order of its degree"),
     "capacity": (

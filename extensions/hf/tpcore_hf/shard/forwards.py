@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
@@ -17,6 +17,7 @@ from tpcore.comm.blocks import copies
 from tpcore.comm.comm import Comm
 from tpcore.layers import ColumnParallelLinear, RowParallelLinear, share_input
 from tpcore.layers.adopt import HOOKED
+from tpcore.layout.shard import Block
 from tpcore.runtime.random import sharded
 
 from ..plan import rules as plan
@@ -159,24 +160,41 @@ def _of_heads(comm: Comm, copies: int, parameter: Tensor | None) -> Tensor | Non
     return None if parameter is None else ops.scatter(parameter.repeat_interleave(copies, 0), comm, 0)
 
 
-def sum_gradients(module: nn.Module, comm: Comm, switch: Switch | None = None) -> None:
+def sum_gradients(module: nn.Module, comm: Comm, switch: Switch | None = None, heads: Sequence[Block] = ()) -> None:
     """Sum the gradients of ``module``'s own parameters, not its children's, over ``comm``, in forwards in which
-    ``switch`` is on, where its input has this rank's tokens along dim 1; without a switch, its heads along dim -2."""
+    ``switch`` is on, where its input has this rank's tokens along dim 1; without a switch, the ``heads`` of a rank,
+    as they are in the features of the layers around it, or tokens along dim -2."""
     if comm.blocks is not None:
-        sum_in_blocks(module, comm, -2 if switch is None else 1, switch)
+        tokens = -2 if switch is None else 1
+        sum_in_blocks(module, comm, partial(_dim_of_heads, heads) if heads else lambda x: tokens, switch)
         return
     substitute(module, partial(_summed, comm, switch))
 
 
-def sum_in_blocks(module: nn.Module, comm: Comm, dim: int, switch: Switch | None = None) -> None:
-    """As ``sum_gradients``, in blocks of the input along ``dim``, tokens or heads, that are the same at every degree.
+def _dim_of_heads(blocks: Sequence[Block], x: Tensor) -> int:
+    """Along which ``x`` has a rank's heads, before or after they are transposed: their number tells, and in memory they
+    are nearer to each other than tokens that are as many."""
+    numbers = {n for block in blocks for n in (block.size // block.unit, block.size / x.shape[-1])}
+    found = [dim for dim in range(max(0, x.ndim - 3), x.ndim - 1) if x.shape[dim] in numbers]
+    if not found:
+        raise ValueError(
+            f"an input of shape {tuple(x.shape)} has no dim of the {', '.join(f'{n:g}' for n in sorted(numbers))} "
+            "heads of a rank, in whose order reproducible= adds the gradient of a parameter of all heads: leave the "
+            "module whole, plan={...: 'replicate'}, or reproducible out"
+        )
+    return min(found, key=x.stride)
+
+
+def sum_in_blocks(module: nn.Module, comm: Comm, dim_of: Callable[[Tensor], int], switch: Switch | None = None) -> None:
+    """As ``sum_gradients``, in blocks of the input along a dim, tokens or heads, that are the same at every degree.
     ``module`` computes each of these by itself."""
     original, own = own_forward(module)
 
     def forward(self: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        comm, dim, switch = self.__dict__[_BLOCKS]
+        comm, dim_of, switch = self.__dict__[_BLOCKS]
         if switch is not None and not switch():
             return own(self, x, *args, **kwargs)
+        dim = dim_of(x)
         count = x.shape[dim] & -x.shape[dim]  # of heads, as many as a tree divides
         count = comm.blocks if switch is not None else count
         spec = comm, None, torch.float32
@@ -190,7 +208,7 @@ def sum_in_blocks(module: nn.Module, comm: Comm, dim: int, switch: Switch | None
             self.__dict__["_parameters"] = table
         return torch.cat(outputs, dim)
 
-    module.__dict__[_BLOCKS] = comm, dim, switch
+    module.__dict__[_BLOCKS] = comm, dim_of, switch
     module.__class__ = with_forward(original, forward)
 
 

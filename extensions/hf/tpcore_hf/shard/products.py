@@ -34,16 +34,32 @@ class _EachAlone(TorchFunctionMode):
         given = [*nested.tensors((args, kwargs))] if func in _OF_TWO | _OF_OTHERS else []
         if sum(t.ndim > 2 for t in given) < 2:  # or of one matrix, which every rank has
             return func(*args, **kwargs)
+        if func is torch.einsum and (made := _einsum(args[0], given)) is not None:
+            return made
         if func in _OF_OTHERS:
             shapes = ", ".join(str(tuple(t.shape)) for t in given)
             raise ValueError(
                 f"torch.{func.__name__} of tensors of shapes {shapes} between sharded layers adds in an order of what "
-                "a rank has of them: with reproducible= call torch.matmul, or leave the module whole, plan={...: "
-                "'replicate'}"
+                "a rank has of them: with reproducible= call torch.matmul on batches of matrices, or leave the module "
+                "whole, plan={...: 'replicate'}"
             )
         x, y = (*args, *(kwargs[key] for key in ("input", "other", "mat2") if key in kwargs))[:2]
         out, made = kwargs.get("out"), products(x, y)
         return made if out is None else out.resize_(made.shape).copy_(made)
+
+
+def _einsum(equation: Any, given: list[Tensor]) -> Tensor | None:
+    """Of two batches of matrices; None of anything else, in which heads may be what is added or multiplied together."""
+    sides, _, out = equation.replace(" ", "").partition("->") if isinstance(equation, str) else ("", "", "")
+    left, _, right = sides.partition(",")
+    batch = [c for c in out if c in left and c in right]
+    row, inner, column = ({*left} - {*right}, {*left} & {*right} - {*out}, {*right} - {*left})
+    once = all(len({*side}) == len(side) for side in (left, right, out))
+    if not (batch and once and len(row) == len(inner) == len(column) == 1 and {*out} == {*batch} | row | column):
+        return None
+    x = given[0].permute([left.index(c) for c in (*batch, *row, *inner)])
+    y = given[1].permute([right.index(c) for c in (*batch, *inner, *column)])
+    return products(x, y).permute([[*batch, *row, *column].index(c) for c in out])
 
 
 def _attention(

@@ -22,6 +22,7 @@ from tpcore.layers import (
 )
 from tpcore.layers.adopt import become, is_hooked, prepared, twin
 from tpcore.layers.module import ParallelModule
+from tpcore.layout.shard import Block
 from tpcore.runtime.context import current
 
 from ..experts.layers import ShardedExperts
@@ -73,7 +74,8 @@ def replace(model: nn.Module, cuts: Iterable[Cut], over: Callable[[Cut], Comm]) 
         become(module, layer)
     for cut in cuts:
         if cut.style == plan.SUMMED:
-            sum_gradients(cut.module, over(cut))
+            comm = over(cut)
+            sum_gradients(cut.module, comm, heads=_heads_around(cut, layers.values()) if comm.blocks else ())
         elif cut.style == plan.PARAMETER_HEADS:
             select_heads(cut.module, over(cut), cut.copies(over(cut).size))
         elif cut.style == plan.LATENT:
@@ -81,6 +83,13 @@ def replace(model: nn.Module, cuts: Iterable[Cut], over: Callable[[Cut], Comm]) 
         elif cut.style == plan.IDENTITY_EXPERT:
             share_identity(cut.module, over(cut))
     return [module for module in layers if isinstance(module, ParallelModule)]
+
+
+def _heads_around(cut: Cut, layers: Iterable[tuple[Cut, ParallelModule]]) -> list[Block]:
+    """Of a rank, by the outputs of the column layers in the owner of ``cut``."""
+    near = [layer for other, layer in layers if other.name.startswith(f"{cut.owner}.")]
+    columns = [layer for layer in near if isinstance(layer, ColumnParallelLinear)]
+    return [Block(b.size // c.tp.size, b.unit) for c in columns for b in c.shard_specs["weight"].blocks]
 
 
 def _plain(old: nn.Module) -> nn.Module:

@@ -95,11 +95,11 @@ $(OLDEST_AT)/.done:
 	@touch $@
 
 # What the ranges of pyproject.toml admit beyond the lock lies in an environment over .venv, which has torch.
-NEWEST := transformers accelerate peft trl torchao fastapi starlette uvicorn openai typer pytest
+NEWEST := transformers accelerate peft trl torchao megatron-core fastapi starlette uvicorn openai typer pytest
 NEWEST_VENV := .venv-newest
 NEWEST_LOCK := requirements/lock-newest.txt
 NEWEST_PROJECT := $(NEWEST_VENV)/.project-$(firstword $(shell cat $(LOCK) $(NEWEST_LOCK) | cksum))-$(notdir $(PROJECT))
-# All tests of files that name one of them, by itself or by a helper, and TRL's and torchao's, which are not in .venv.
+# All tests of files that name one of them, by itself or by a helper, and TRL's, torchao's and Megatron's, which are not in .venv.
 NEWEST_TESTS = $(shell grep -lrE '\<($(subst $() ,|,$(filter-out pytest,$(NEWEST)))|hf|families|pytester)\>' tests --include='test_*.py' \
     | grep -v -e tests/xla -e test_trl)
 
@@ -130,6 +130,7 @@ test-newest: $(NEWEST_PROJECT)  ## quick tests with the newest transformers, pef
 	    print(*(f"{name} {version(name)}" for name in sys.argv[1:]), sep="\n")' torch $(NEWEST)
 	$(call tests,$(NEWEST_VENV)/bin/python,-n 2 --dist loadfile -m "not slow and not drill" $(NEWEST_TESTS))
 	$(call tests,$(NEWEST_VENV)/bin/python,-n 2 --dist loadfile -m "not drill" tests/extensions/hf/test_trl.py)
+	$(call tests,$(NEWEST_VENV)/bin/python,-n 0 -m "not drill" -k megatron tests/extensions/explain/test_verify_libraries.py)
 
 # compiled here, for what one of them writes would be a warning, and an error in tests, where it is compiled later
 $(NEWEST_PROJECT): $(PROJECT)
@@ -181,7 +182,7 @@ lock: venv  ## write the versions installed in .venv to the lock
 
 lock-newest: venv  ## ask the index for the newest releases that pyproject.toml admits beside the locked torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --dry-run --ignore-installed \
-	    --no-build-isolation --report $(NEWEST_LOCK).json '.[cli,trainer,peft,trl,serve,testing]' torchao \
+	    --no-build-isolation --report $(NEWEST_LOCK).json '.[cli,trainer,peft,trl,serve,testing]' torchao megatron-core \
 	    $$(grep '^torch==' $(LOCK))
 	@sed -n '/^#/p' $(NEWEST_LOCK) > $(NEWEST_LOCK).new
 	$(BIN)/python -c 'import json, sys; \

@@ -17,7 +17,7 @@ from tpcore.layout.mesh import Mesh
 from tpcore.layout.shard import Block
 from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
-from tpcore_hf.shard.forwards import _dim_of_heads
+from tpcore_hf.shard.forwards import dim_of_heads
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft's
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -76,11 +76,11 @@ def test_however_heads_are_written(case: str) -> None:
 
 def test_heads_are_found_beside_as_many_tokens() -> None:
     q_and_k, x = [Block(32, 8), Block(16, 8)], torch.zeros(2, 4, 4, 8)
-    assert _dim_of_heads(q_and_k, x) == 2
-    assert _dim_of_heads(q_and_k, x.transpose(1, 2)) == 1
-    assert _dim_of_heads(q_and_k, torch.zeros(1, 2, 9, 8)) == 1
+    assert dim_of_heads(q_and_k, x) == 2
+    assert dim_of_heads(q_and_k, x.transpose(1, 2)) == 1
+    assert dim_of_heads(q_and_k, torch.zeros(1, 2, 9, 8)) == 1
     with pytest.raises(ValueError, match=r"shape \(2, 3, 5, 8\) has no dim of the 2, 4 heads"):
-        _dim_of_heads(q_and_k, torch.zeros(2, 3, 5, 8))
+        dim_of_heads(q_and_k, torch.zeros(2, 3, 5, 8))
 
 
 def test_without_it_they_have_not() -> None:

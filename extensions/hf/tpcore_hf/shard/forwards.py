@@ -166,12 +166,12 @@ def sum_gradients(module: nn.Module, comm: Comm, switch: Switch | None = None, h
     as they are in the features of the layers around it, or tokens along dim -2."""
     if comm.blocks is not None:
         tokens = -2 if switch is None else 1
-        sum_in_blocks(module, comm, partial(_dim_of_heads, heads) if heads else lambda x: tokens, switch)
+        sum_in_blocks(module, comm, partial(dim_of_heads, heads) if heads else lambda x: tokens, switch)
         return
     substitute(module, partial(_summed, comm, switch))
 
 
-def _dim_of_heads(blocks: Sequence[Block], x: Tensor) -> int:
+def dim_of_heads(blocks: Sequence[Block], x: Tensor) -> int:
     """Along which ``x`` has a rank's heads, before or after they are transposed: their number tells, and in memory they
     are nearer to each other than tokens that are as many."""
     numbers = {n for block in blocks for n in (block.size // block.unit, block.size / x.shape[-1])}

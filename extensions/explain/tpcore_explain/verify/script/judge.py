@@ -15,6 +15,7 @@ from .record import BACKWARD, FORWARD, GRADIENT, START, UPDATE, Trace, TraceEntr
 _EXACT = 1e-9  # of float64, relative to the largest value: many thousand roundings of 1e-16, and no mistake
 _UPDATE = 1e-6  # of an update: Adam divides by gradients that may be noise, down to its eps of 1e-8
 _SMALL = 1e-2  # of the largest value of its kind: smaller tensors, as the gradient of a key's bias, may be noise alone
+_FEW = 8  # entries, of which one sample of noise may by chance say that there is none
 _NOISE = 4.0  # times what rounding changes in one process: sums over ranks round once more, and noise is a sample
 
 
@@ -64,6 +65,14 @@ class Judge:
         return value if before is None else value - before
 
     def _moved(self, entry: TraceEntry, value: Tensor) -> float:
+        """By rounding; of a gradient of few entries as much as of others in its module."""
+        if value.numel() >= _FEW or not (entry.direction == GRADIENT or entry.what.startswith("parameter")):
+            return self._moved_itself(entry, value)
+        near = [e for e in self.alone.entries if e[:3] == entry[:3]]
+        parts = [e for e in near if entry.direction == GRADIENT or e.what.startswith("parameter")]
+        return max(self._moved_itself(e, self._value(self.alone, e)) for e in parts)
+
+    def _moved_itself(self, entry: TraceEntry, value: Tensor) -> float:
         other = None if self.noisy is None else self.noisy.entries.get(entry)
         return largest(value.double() - other.double()) if other is not None and other.shape == value.shape else 0.0
 

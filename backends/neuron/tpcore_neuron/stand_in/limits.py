@@ -55,7 +55,7 @@ TABLE = (
     Limit("float64", "64-bit floating point is computed in 32 bits", None, "AWS's page on 64-bit dtypes, 8 Oct 2026"),
     Limit("int64", "64-bit whole numbers keep their lower 32 bits", None, "AWS's page on 64-bit dtypes, 8 Oct 2026"),
 )
-_COMM = "or take tpcore's Comm, which gathers where Neuron refuses"
+_COMM = "or take tpcore's Comm, which gathers instead"
 REMEDIES = {
     "unequal_parts": f"pad the parts, {_COMM}",
     **dict.fromkeys(("group_sizes", "first_rank", "spread_groups"), f"gather and take your part, {_COMM}"),

@@ -10,8 +10,11 @@ import inspect
 import os
 import re
 import sys
+import time
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -20,7 +23,11 @@ from torch import Tensor, nn
 from transformers.models.auto import modeling_auto as auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from helpers.families import PAGE_FILE, SINGLE, Verdict, Whole, config_of, made, on_the_page, step
+import tpcore
+from helpers.families import PAGE_FILE, SINGLE, Verdict, Whole, beside, config_of, made, on_the_page, step, table_row
+from tpcore import Mesh
+from tpcore.testing import run_ranks
+from tpcore_hf.api import _summary
 from tpcore_hf.plan.decisions import is_linear
 from tpcore_hf.plan.found import COMPARED, found
 from tpcore_hf.plan.model import own_rules, vocabulary
@@ -104,9 +111,16 @@ def images(config: Any) -> list[dict[str, Tensor]]:
         {**plain, **sizes},
         {**tiled, **sizes},
         {"pixel_values": _noise(2, 2, channels, size, size), **sizes},
+        {
+            "image_pixel_values": _noise(2, 2, channels, size, size),
+            "image_attention_mask": torch.ones(2, 2, grid, grid, dtype=torch.long),
+            **sizes,
+            PLACES: torch.tensor(2 * (2 * (grid // 2) * (grid // 2 + 1) + 1)),
+        },
         {"flattened_patches": torch.cat([row.new_ones(2, flat, 2), _noise(2, flat, area)], -1)},
         {"pixel_values": _noise(2, 1, _first(config, "max_num_tiles", 1), channels, size, size)},
         {"pixel_values": _noise(2 * flat, frames, size, size, channels)},
+        {"pixel_values": _noise(2 * flat, frames, patch, patch, channels)},
         plain,
         tiled,
     ]
@@ -125,6 +139,10 @@ def sounds(config: Any, model: nn.Module) -> list[dict[str, Tensor]]:
         masks |= {"feature_attention_mask": ones, "input_features_mask": ones, "padding_mask": ones}
         out += [{"input_features": features, **masks}, {"input_features": features.mT.contiguous(), **masks}]
         out.append({"input_features": features.mT.contiguous()})
+        out.append({"input_features": features.mT.contiguous(), "input_features_mask": ones > 0})
+        steps = -(-length // _first(config, "time_reduction", 1))
+        audio: dict[str, Tensor] = {"audio_input_features": features.mT.contiguous(), PLACES: torch.tensor(2 * steps)}
+        out.append({**audio, "audio_embed_sizes": torch.tensor([steps] * 2)})
     for shape in ((2, 1600), (2, 1, 1600), (2, 3840), (2, 1, 12800), (2, 12800)):
         out.append({"input_values": _noise(*shape), "padding_mask": torch.ones(2, shape[-1], dtype=torch.long)})
     return out
@@ -132,6 +150,8 @@ def sounds(config: Any, model: nn.Module) -> list[dict[str, Tensor]]:
 
 def _rows(output: Any, config: Any) -> int:
     """How many embeddings a tower gives."""
+    if getattr(output, "deepstack_features", None) and isinstance(output.deepstack_features[0], tuple):
+        output = output.deepstack_features[0][1]  # of the first block that reads some
     found = getattr(output, "pooler_output", None)
     found = found if found is not None else output if isinstance(output, Tensor | list | tuple) else output[0]
     if isinstance(found, list | tuple):
@@ -149,7 +169,9 @@ def _taken(function: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if name in names}
 
 
+PLACES = "how many embeddings a tower without a function of its own gives"
 HEARD = {"pixel_values", "pixel_values_videos", "input_features", "input_values", "flattened_patches"}
+HEARD |= {"image_pixel_values", "audio_input_features"}
 Heard = tuple[str, dict[str, Tensor], int]
 
 
@@ -173,13 +195,19 @@ def batches_for(model: Any) -> Iterator[dict[str, Tensor]]:
 def _heard(model: Any, kind: str, form: dict[str, Tensor]) -> Heard | None:
     """What ``model`` takes of ``form``, and how many embeddings a tower gives of it, 0 where there is no tower."""
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
-    heard = {n: t.to(dtype) if t.is_floating_point() else t for n, t in _taken(model.forward, form).items()}
+    name = f"get_{kind}_features"
+    inner = model.model if not hasattr(model, name) and hasattr(model, "model") else model
+    if not hasattr(inner, name) and hasattr(getattr(inner, "encoder", None), name):  # which all other names reach
+        inner = inner.encoder
+        taken = _taken(inner.forward, form)
+    else:
+        taken = _taken(model.forward, form)
+    heard = {n: t.to(dtype) if t.is_floating_point() else t for n, t in taken.items()}
     if not HEARD & heard.keys():
         return None
-    inner = model.model if not hasattr(model, f"get_{kind}_features") and hasattr(model, "model") else model
-    function = getattr(inner, f"get_{kind}_features", None)
+    function = getattr(inner, name, None)
     if function is None:
-        return kind, heard, 0
+        return kind, heard, int(form.get(PLACES, 0))
     for length in (8, 32) if "input_ids" in inspect.signature(function).parameters else (8,):
         ids = torch.full((2, length), _token(model.config, kind, TOKENS[kind]))
         more = _taken(function, {"input_ids": ids, "qformer_input_ids": ids[:, -4:]})
@@ -242,7 +270,7 @@ def _batch(model: Any, towers: list[Heard], length: int, placed: bool) -> dict[s
     tiles = _first(getattr(model.config, "vision_config", None), "max_num_tiles", 1)
     batch["aspect_ratio_mask"] = torch.ones(2, 1, tiles, dtype=torch.long)
     batch["cross_attention_mask"] = torch.ones(2, length, 1, tiles, dtype=torch.long)
-    batch["image_attention_mask"] = torch.ones(2, length, 1, dtype=torch.long)
+    batch.setdefault("image_attention_mask", torch.ones(2, length, 1, dtype=torch.long))
     if hasattr(model.config, "cross_attention_hidden_size"):
         batch["encoder_hidden_states"] = _noise(2, 5, model.config.cross_attention_hidden_size or 32)
     batch |= {"protein_input_ids": ids, "protein_attention_mask": torch.ones_like(ids)}
@@ -251,7 +279,7 @@ def _batch(model: Any, towers: list[Heard], length: int, placed: bool) -> dict[s
         shape = (2, model.config.chunk_size, model.config.max_action_dim)
         batch |= {"noise": _noise(*shape), "actions": _noise(*shape)}
     batch["bbox"] = torch.ones(2, length, 4, dtype=torch.float64) / 4
-    taken = _taken(model.forward, batch)
+    taken = {name: value for _, heard, _ in towers for name, value in heard.items()} | _taken(model.forward, batch)
     if "decoder_input_ids" in inspect.signature(model.forward).parameters:
         taken["decoder_input_ids"] = ids[:, -5:].contiguous()
         if "labels" in taken and at == 1:
@@ -323,43 +351,52 @@ def verdict_of(model_type: str, degree: int = 2, **options: Any) -> Verdict:
 
 TITLE = "Found in the structure"
 LEFT = {
-    "no tiny configuration of it was found that transformers takes": "apertus1p5",
-    "no batch was found that it takes, or that most of its layers compute with": """
-        dia diffusion_gemma dots3_note granite4_vision molmo2 phi4_multimodal pp_formulanet""",
     "it has no forward; the models inside it have one": "qwen2_5_omni qwen3_omni_moe",
-    "it reads the keys and values of another model": "gemma4_assistant gemma4_unified_assistant",
-    "its tower is one of timm, which was not installed": "fast_vlm gemma3n perception_lm",
-    "a sharded one differs from the whole": "reformer",
     "its own forward ends in an error": "llama4",
-    "a layer's sizes are tensors": "inkling_mm_model",
-    "all its experts are the rows of one matrix": "dbrx",
-    "its attention has experts of its own": "jetmoe",
+    "it reads the keys and values of another model": "gemma4_assistant gemma4_unified_assistant",
+    "a sharded one differs from the whole": "reformer",
 }
 """By reason the types with such a head that are not among those that work."""
+WITHOUT_FORWARD = 3
+"""Of these, the ones that compute nothing even whole."""
+HEAD = ["| type | of a rank | also with | sharded |", "| --- | --- | --- | --- |"]
 
 
-def section(rows: list[Verdict]) -> str:
-    """The part of the page. Raises if a type neither works nor has a reason."""
-    types, rows = types_with_heads(), [row for row in rows if row.works]
-    works = types.keys() & (on_the_page("Work").keys() | {row.family for row in rows})
-    left = sorted(name for names in LEFT.values() for name in names.split())
-    assert left == sorted(types.keys() - works), types.keys() - works ^ {*left}
-    kinds = {row.family: "yes" if round(row.share, 2) <= SHARDED else "right, not sharded" for row in rows}
-    lines = [f"| `{row.family}` | `{row.model}` | {row.share:.0%} | {kinds[row.family]} |" for row in rows]
+def line(found: Verdict) -> str:
+    """A type's row, with what stays whole where that is too much."""
+    whole = "yes" if round(found.share, 2) <= SHARDED else f"right, not sharded{found.text}"
+    return f"{table_row(found)} {whole} |"
+
+
+def lacking(model_type: str) -> bool:
+    """Whether its tower is one of timm, which is not installed."""
+    return model_type in ("fast_vlm", "gemma3n", "perception_lm") and find_spec("timm") is None
+
+
+def known() -> dict[str, str]:
+    """By type the rows that the page has."""
+    text = PAGE_FILE.read_text().partition(f"\n## {TITLE}\n")[2].partition("\n## ")[0]
+    return {row.split("`")[1]: row for row in text.splitlines() if row.startswith("| `")}
+
+
+def section(rows: dict[str, str]) -> str:
+    """The part of the page."""
+    types = types_with_heads()
+    works = types.keys() & (on_the_page("Work").keys() | rows.keys())
+    whole = len(types) - WITHOUT_FORWARD
     return "\n".join(
         [
             f"## {TITLE}",
             "",
             f"Of {len(types)} model types with a language, sequence-to-sequence or image-text head {len(works)} work, "
-            f"{len(works) / len(types):.0%}.",
+            f"{len(works) / len(types):.0%}; {len(works) / whole:.0%} of the {whole} that compute anything unsharded.",
             "The rules of these are found by the sizes of their linear layers, and were compared with the whole, with",
             "pixels or sounds where they read some (`PYTHONPATH=tests python -m helpers.any_model --table`).",
             f"Where a rank of two holds more than {SHARDED:.0%}, convolutions, tables of positions and what is read",
             "without a call are most of the tiny model, and stay whole:",
             "",
-            "| type | class | of a rank | sharded |",
-            "| --- | --- | --- | --- |",
-            *lines,
+            *HEAD,
+            *(rows[name] for name in sorted(rows)),
             "",
             "Neither here nor under Work:",
             "",
@@ -369,17 +406,46 @@ def section(rows: list[Verdict]) -> str:
     )
 
 
+def write(rows: dict[str, str]) -> None:
+    text = re.sub(rf"\n## {TITLE}\n.*?(?=\n## )", "", PAGE_FILE.read_text(), flags=re.S)
+    before, mark, after = text.partition("\n## Refused\n")
+    PAGE_FILE.write_text(f"{before}\n{section(rows)}{mark}{after}")
+
+
+def stays_whole(kind: Any, config: Any) -> str:
+    def rank(ctx: tpcore.ParallelContext) -> str:
+        with torch.device("meta"):
+            model = kind(config)
+        summary = _summary(tpcore.parallelize(model), None).partition("; whole: ")[2].partition(";")[0]
+        return f": {', '.join(f'`{name}`' for name in summary.split(', '))}" if summary else ""
+
+    return run_ranks(Mesh({"tp": 2}), rank)[0]
+
+
 def main() -> None:
+    """Compares every type, or those that are named. ``--table`` writes the page after each, so that what was stopped
+    goes on with ``--missing``, the types that have no row. ``--columns`` renews the other columns alone."""
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    part = section([verdict_of(model_type) for model_type in compared_types()])
-    if "--table" in sys.argv:
-        text = re.sub(rf"\n## {TITLE}\n.*?(?=\n## )", "", PAGE_FILE.read_text(), flags=re.S)
-        before, mark, after = text.partition("\n## Refused\n")
-        PAGE_FILE.write_text(f"{before}\n{part}{mark}{after}")
-    else:
-        sys.stdout.write(part)
+    options = {word for word in sys.argv[1:] if word.startswith("--")}
+    rows = {name: row for name, row in known().items() if name in compared_types()}
+    named = [word for word in sys.argv[1:] if word not in options] or [n for n in compared_types() if not lacking(n)]
+    for number, name in enumerate(named, 1):
+        if "--missing" in options and name in rows:
+            continue
+        started, kind = time.monotonic(), class_for(name)
+        shares = re.findall(r"(\d+)%", rows.get(name, "")) if "--columns" in options else []
+        found = Verdict(name, "", True, "", int(shares[0]) / 100) if shares else verdict_of(name)
+        assert found.works, found.text
+        whole = stays_whole(kind, tiny(name)) if round(found.share, 2) > SHARDED else ""
+        rows[name] = line(replace(found, text=whole, beside=beside(kind, tiny(name))))
+        took = f"{time.monotonic() - started:.0f} s"
+        sys.stderr.write(f"{number} of {len(named)}, {took}: {rows[name]}\n")
+        if "--table" in options:
+            write(rows)
+    if "--table" not in options:
+        sys.stdout.write(section(rows))
 
 
 if __name__ == "__main__":

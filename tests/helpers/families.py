@@ -11,8 +11,7 @@ import re
 import sys
 import warnings
 from contextlib import suppress
-from dataclasses import dataclass
-from itertools import groupby
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from helpers.places import ROOT
 from tpcore import Mesh
 from tpcore.layers.sharding import sharding
 from tpcore.testing import run_ranks
+from tpcore_hf.generate.cached import _check_takes_cache
 from tpcore_hf.plan.families import KINDS
 
 with warnings.catch_warnings():
@@ -128,6 +128,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "chameleon_vqgan emu3_vqgan janus_vqgan",
         {"base_channels": 32, "channel_multiplier": [1, 1], "num_res_blocks": 1},
     ),
+    "apertus1p5_vision_tokenizer": {"base_channels": 32, "num_res_blocks": 1},
     "emu3": {"vocabulary_map": {"<image>": 98, "<|extra_200|>": 97, "<|visual token 000001|>": 96}},
     "kyutai_speech_to_text": {"codebook_vocab_size": 99, "num_codebooks": 2, "audio_pad_token_id": 297},
     "blt": {"encoder_hash_byte_group_vocab": 40, "encoder_hash_byte_group_nb_functions": 1},
@@ -180,10 +181,13 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "granite4_vision": {
         "image_grid_pinpoints": [[32, 32]],
         "deepstack_layer_map": [[-1, 0]],
-        "spatial_target_layers": [0, 1],
-        "vision_config": {"model_type": "clip_vision_model", "hidden_size": 64, "num_hidden_layers": 2, **PICTURE},
+        "spatial_target_layers": [1, 2, 3, 4],
+        "vision_config": {"model_type": "clip_vision_model", "hidden_size": 256, "num_hidden_layers": 2, **PICTURE},
         "downsample_rate": "1/2",
     },
+    "granite4_vision_text": {"num_hidden_layers": 5},
+    "gemma4_vision": {"num_key_value_heads": 4},
+    "gemma3n_audio": {"conf_num_hidden_layers": 2, "sscp_conv_channel_size": [16, 8]},
     "dots3_note_vision_encoder": _named("adapter_in_dim adapter_out_dim", 32),
     "dots3_note_audio_encoder": {"conv_output_size": 512, **_named("adapter_input_size adapter_out_dim", 32)},
     "inkling2_vision": {"text_hidden_size": 32, "projection_hidden_dim": 64},
@@ -192,7 +196,33 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "muse_spark_audio": {"depths": [1] * 4, "hidden_sizes": [16] * 4, "num_hidden_layers": 4},
     "nemotron3_diarization": {"head_config": _named("audio_hidden_size hidden_size", 32)},
     "nemotron3_5_transcribe_word_timestamp": {"blank_token_id": 98},
-    "molmo2_adapter": {"vision_feature_layer": [-1, -2]},
+    "molmo2_adapter": {"vision_feature_layer": [-1, -2], "text_hidden_size": 32},
+    "molmo2_vision": {"image_size": [32, 32]},
+    "dia_decoder": {
+        "cross_hidden_size": 32,
+        "cross_head_dim": 8,
+        **_named("cross_num_attention_heads cross_num_key_value_heads", 4),
+    },
+    "pp_formulanet_vision": {
+        "global_attn_indexes": [1],
+        **_named("decoder_hidden_size output_channels", 32),
+        **_named("post_conv_in_channels post_conv_mid_channels post_conv_out_channels", 32),
+    },
+    "phi4_multimodal_vision": {"crop_size": 32},
+    "phi4_multimodal_audio": {
+        **_named("num_blocks time_reduction", 2),
+        **_named("depthwise_separable_out_channel ext_pw_out_channel nemo_conv_channels", 32),
+        "nemo_final_size": 40,
+    },
+    "inkling_vision": {"n_layers": 4},
+    "gemma3n_vision": {"architecture": "test_efficientnet", "hidden_size": 256},
+    "gemma3n": {"vision_soft_tokens_per_image": 1},
+    "fast_vlm": {
+        "vision_config": {"model_type": "timm_wrapper", "architecture": "test_efficientnet", "hidden_size": 256}
+    },
+    "perception_lm": {
+        "vision_config": {"model_type": "timm_wrapper", "architecture": "test_vit", "model_args": {"embed_dim": 64}}
+    },
     "radio": {"max_img_size": 64, "video_temporal_patch_size": 2},
     "recurrent_gemma": {"lru_width": 32, "block_types": ["recurrent", "attention"]},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
@@ -273,15 +303,13 @@ SINGLE |= {"fsmt"}  # its masks are the least number of float64, in float32
 """Families that cannot compute in float64."""
 PARTS = {
     "llama4": "see `llama4_text`",
-    **dict.fromkeys(("muse_glimmer", "muse_spark"), "several models in one, found in the structure"),
+    **dict.fromkeys(("muse_glimmer", "muse_spark", "phi4_multimodal"), "several models in one, found in the structure"),
     "clip": "see `clip_text_model` and `clip_vision_model`",
     **dict.fromkeys(("diffusion_gemma_text", "voxtral_realtime_text"), "no model class of its own"),
     **dict.fromkeys(("qwen2_vl_vision", "qwen2_5_vl_vision"), "the tower of a multimodal model"),
     **dict.fromkeys(("siglip_text_model", "siglip2_text_model"), "the tower of a multimodal model"),
 }
 """Configurations with a plan that are of no model by themselves."""
-OF_EXPERTS = ("dbrx", "jetmoe")
-"""Families with experts and without any plan, which are refused."""
 LARGEST = 20_000_000  # parameters of a model that is run
 
 CLASSES = (
@@ -301,12 +329,14 @@ class Verdict:
     text: str
     share: float = 1.0
     """The part of the parameters that a rank holds."""
+    beside: str = ""
+    """What else ``parallelize`` takes the model with."""
 
 
 def families() -> list[str]:
     """The ``model_type`` of every family with a plan of its own, or one of tpcore's."""
     ours = set(KINDS)
-    return sorted(t for t in CONFIG_MAPPING_NAMES if t not in PARTS and (t in ours or t in OF_EXPERTS or _has_plan(t)))
+    return sorted(t for t in CONFIG_MAPPING_NAMES if t not in PARTS and (t in ours or _has_plan(t)))
 
 
 def _has_plan(model_type: str) -> bool:
@@ -531,19 +561,49 @@ def _whole(model_type: str, features: dict[str, Any]) -> Whole | None:
     return _LAST[key]
 
 
-def refusal(kind: type[nn.Module], config: Any, degree: int, **options: Any) -> str | None:
-    """Why ``parallelize`` refuses a model, asked of one without values; None if it does not."""
+def refusal(
+    kind: type[nn.Module], config: Any, degree: int, axis: str = "tp", adapters: bool = False, **options: Any
+) -> str | None:
+    """Why ``parallelize`` refuses a model, asked of one without values, with ``adapters``; None if it does not."""
 
     def rank(ctx: tpcore.ParallelContext) -> str | None:
         with torch.device("meta"):
             model = kind(config)
         try:
+            model = _with_adapters(model) if adapters else model
             tpcore.parallelize(model, **options)
-        except ValueError as e:
+        except (ValueError, NotImplementedError) as e:  # peft's question for a table that a model hides
             return str(e)
         return None
 
-    return run_ranks(Mesh({"tp": degree}), rank)[0]
+    return run_ranks(Mesh({"tp": 1} | {axis: degree}), rank)[0]
+
+
+def _with_adapters(model: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(target_modules="all-linear"))
+
+
+BESIDE: dict[str, dict[str, Any]] = {
+    "sp": {"sequence_parallel": True},
+    "cp": {"axis": "cp"},
+    "pp": {"axis": "pp", "num_microbatches": 2},
+    "experts": {"expert_parallel": True},
+    "LoRA": {"adapters": True},
+}
+"""By the word of the page an option of ``refusal``."""
+
+
+def beside(kind: Any, config: Any) -> str:
+    """The words for which ``parallelize`` takes a model, whether it generates, and from buffers of one length."""
+    words = [word for word, options in BESIDE.items() if refusal(kind, copy.deepcopy(config), 2, **options) is None]
+    if kind.can_generate():
+        words.append("generate")
+        with torch.device("meta"), suppress(ValueError):
+            _check_takes_cache(kind(copy.deepcopy(config)), 4)
+            words.append("serve")
+    return " ".join(words)
 
 
 def row(model_type: str) -> Verdict:
@@ -554,7 +614,7 @@ def row(model_type: str) -> Verdict:
         raise AssertionError(f"{model_type} has experts, and was tried without: give it some in SPECIAL")
     for options in FEATURES.get(model_type, ()):
         assert verdict(model_type, 2, options).works, options
-    return found
+    return replace(found, beside=beside(class_of(model_type), config_of(model_type))) if found.works else found
 
 
 def _has_experts(model_type: str) -> bool:
@@ -591,7 +651,12 @@ ranks: its loss, its output and every gradient equal the whole model's
 (`PYTHONPATH=tests python -m helpers.families --table`).
 
 The figure is the part of the parameters that each of the two ranks holds. Tables of positions, of patches and of
-MarkupLM's paths stay whole, and weigh more in tiny models than in real ones.
+MarkupLM's paths stay whole, and weigh more in tiny models than in real ones. Beside tensor parallelism `parallelize`
+takes a model with what the column `also with` names, and refuses the rest by a `ValueError`: `sp` is
+`sequence_parallel=True`, `cp` and `pp` axes of the mesh, `experts` is `expert_parallel=True`, `LoRA` adapters of all
+linear layers, `generate` and `serve` say whether it generates, and from buffers of one length.
+
+<div id="families-filter"></div>
 
 LoRA adapters of every linear layer were compared too (`tests/extensions/hf/test_peft.py`), except in Falcon and
 OpenAI GPT. Refused by name are peft's adapters of bare parameters: in `afmoe`, `beam`, `cohere2_moe`, `deepseek_v2`,
@@ -617,13 +682,19 @@ def short(text: str) -> str:
     return "no block is cut by its plan" if "no plan of its own" in text else text
 
 
+TABLE = ["| type | of a rank | also with |", "| --- | --- | --- |"]
+
+
+def table_row(found: Verdict) -> str:
+    return f"| `{found.family}` | {found.share:.0%} | {found.beside} |"
+
+
 def page(rows: list[Verdict], classes: list[Verdict]) -> str:
-    works = [f"`{r.family}` {r.share:.0%}" for r in rows if r.works]
+    works = [table_row(r) for r in rows if r.works]
     refused = [f"- `{r.family}`: {short(r.text)}" for r in rows if not r.works]
     parts = [f"- `{name}`: {why}" for name, why in sorted(PARTS.items())]
-    by_letter = [f"- {', '.join(some)}" for _, some in groupby(works, key=lambda name: name[1])]
     of_classes = [", ".join(f"`{r.model}` {r.share:.0%}" for r in classes) + "."]
-    sections = zip(TITLES.items(), (by_letter, of_classes, refused, parts), strict=True)
+    sections = zip(TITLES.items(), ([*TABLE, *works], of_classes, refused, parts), strict=True)
     head = PAGE.format(version=transformers.__version__, works=len(works), refused=len(refused))
     return head + "".join(
         "\n".join(["", f"## {title}", "", *([text, ""] if text else []), *lines, ""])
@@ -634,7 +705,7 @@ def page(rows: list[Verdict], classes: list[Verdict]) -> str:
 def on_the_page(title: str) -> dict[str, str]:
     """By name, the share or the reason that the page has under ``title``."""
     text = PAGE_FILE.read_text().partition(f"\n## {title}\n")[2].partition("\n## ")[0]
-    return dict(re.findall(r"`(\S+)` (\d+%)", text) or re.findall(r"^- `(\S+)`: (.+)$", text, re.M))
+    return dict(re.findall(r"`(\S+)` (?:\| )?(\d+%)", text) or re.findall(r"^- `(\S+)`: (.+)$", text, re.M))
 
 
 def main() -> None:
@@ -643,7 +714,11 @@ def main() -> None:
     warnings.simplefilter("ignore")
     from helpers.composed import CASES, composed
 
-    rows = [v for v in map(row, families()) if v.model != "-"]
+    rows = []
+    for number, name in enumerate(families(), 1):
+        rows.append(row(name))
+        sys.stderr.write(f"{number} of {len(families())}: {name} {rows[-1].text[:60]}\n")
+    rows = [v for v in rows if v.model != "-"]
     sys.stdout.write(page(rows, [composed(name) for name in CASES]))
 
 

@@ -383,8 +383,44 @@ def test_a_name_in_a_table_stays_in_one_piece(tmp_path: Path) -> None:
         f'<div class="md-typeset" style="width: 360px"><table><tr>{cell}<td>{"a word " * 30}</td>{cell}</table></div>'
         "<script>document.title = [...document.querySelectorAll('code')].map((c) => c.getClientRects().length)</script>"
     )
-    words = ["--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", f"--user-data-dir={tmp_path / 'user'}"]
+    assert titled(page) == "1,1"
+
+
+def titled(page: Path) -> str:
+    """The title that a page gives itself in a browser."""
+    words = ["--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", f"--user-data-dir={page.parent / 'user'}"]
     done = subprocess.run(
         [str(BROWSER), *words, page.as_uri()], capture_output=True, text=True, check=True, timeout=forked.PATIENCE
     )
-    assert done.stdout.partition("<title>")[2].partition("</title>")[0] == "1,1"
+    return done.stdout.partition("<title>")[2].partition("</title>")[0]
+
+
+ASK = """
+const ask = (selector, value) => {
+  const input = document.querySelector(`#families-filter ${selector}`);
+  typeof value === "boolean" ? (input.checked = value) : (input.value = value);
+  input.dispatchEvent(new Event("input", { bubbles: true }));
+  const shown = [...document.querySelectorAll("tbody tr")].filter((row) => row.offsetHeight > 0);
+  return shown.map((row) => row.cells[0].textContent).join();
+};
+document.addEventListener("DOMContentLoaded", () => {
+  const all = ask("[type=search]", "").split(",").length;
+  const found = [ask("[type=search]", "xtra"), ask("[value=cp]", true), ask("[type=search]", "")];
+  document.title = [all, ...found, ask("[value=cp]", false).split(",").length, ask("[type=number]", 50)].join(";");
+});
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
+def test_the_page_of_families_is_filtered_by_name_words_and_share(tmp_path: Path) -> None:
+    """The page itself, with a row that no other is like."""
+    markdown = pytest.importorskip("markdown")
+    text = (ROOT / "docs" / "families.md").read_text()
+    own = "| `xtra` | 50% | sp cp | yes |\n| `xtra2` | 51% | sp | yes |"
+    head = "| type | of a rank | also with | sharded |\n| --- | --- | --- | --- |"
+    text = re.sub(r"^\| `.*\n", "", text, flags=re.M).replace(head, f"{head}\n{own}")
+    page = tmp_path / "page.html"
+    scripts = f"<script>{(ROOT / 'docs/assets/families.js').read_text()}{ASK}</script>"
+    page.write_text(scripts + markdown.markdown(text, extensions=["tables"]))
+    assert titled(page) == "2;xtra,xtra2;xtra;xtra;2;xtra"

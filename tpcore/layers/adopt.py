@@ -138,7 +138,8 @@ def _differs(layer: ParallelModule, plain: nn.Module, name: str, value: object) 
     if name not in vars(layer):  # a list called outputs would hide a method
         return hasattr(type(layer), name) and not hasattr(type(plain), name)
     own = vars(layer)[name]
-    return own is not value and not (type(own) is type(value) and own == value)
+    alike = type(own) is type(value) or (isinstance(value, Tensor) and isinstance(own, int) and not value.dim())
+    return own is not value and not (alike and own == value)
 
 
 @cache

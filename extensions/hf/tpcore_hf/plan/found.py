@@ -16,21 +16,22 @@ from .rules import Rule, rule_of, wildcard
 
 Linears = Mapping[str, nn.Module]
 _COMPARED = """
-aria audioflamingo3 aya_vision bamba big_bird bitnet blip blip-2 blt canary chameleon cohere2_vision cohere_asr
-cohere_compass cosmos3_edge cosmos3_omni cpmant ctrl deepseek_ocr2 deepseek_v4 deepseek_vl deepseek_vl_hybrid
-diffllama dory emu3 encoder-decoder ernie4_5_vl_moe evolla exaone4_5 falcon_h1 falcon_mamba florence2 fsmt
-fun_asr_nano fuyu gemma3 gemma4 gemma4_unified git glm46v glm4v glm4v_moe glm5_next glm_ocr glmasr glmga got_ocr2
-gpt-sw3 granite_docling granite_speech granite_speech_plus hunyuan_vl hy_v4_vl hyperclovax_vision_v2 idefics idefics2
-idefics3 inkling2 inkling2_loop inkling_text instructblip instructblipvideo internvl janus kimi_k25 kosmos-2
+apertus1p5 aria audioflamingo3 aya_vision bamba big_bird bitnet blip blip-2 blt canary chameleon cohere2_vision
+cohere_asr cohere_compass cosmos3_edge cosmos3_omni cpmant ctrl dbrx deepseek_ocr2 deepseek_v4 deepseek_vl
+deepseek_vl_hybrid dia diffllama diffusion_gemma dory dots3_note emu3 encoder-decoder ernie4_5_vl_moe evolla
+exaone4_5 falcon_h1 falcon_mamba fast_vlm florence2 fsmt fun_asr_nano fuyu gemma3 gemma3n gemma4 gemma4_unified git
+glm46v glm4v glm4v_moe glm5_next glm_ocr glmasr glmga got_ocr2 gpt-sw3 granite4_vision granite_docling
+granite_speech granite_speech_plus hunyuan_vl hy_v4_vl hyperclovax_vision_v2 idefics idefics2 idefics3 inkling2
+inkling2_loop inkling_mm_model inkling_text instructblip instructblipvideo internvl janus jetmoe kimi_k25 kosmos-2
 kosmos-2.5 kyutai_speech_to_text led lfm2 lfm2_vl lfm3 lfm3_vl lighton_ocr llava llava_next llava_next_video
-llava_onevision mamba mamba2 minicpm_ocr minicpmv4_6 minicpmv4_7 minimax_m3_vl mistral3 mistral_large4 mllama
+llava_onevision mamba mamba2 minicpm_ocr minicpmv4_6 minicpmv4_7 minimax_m3_vl mistral3 mistral_large4 mllama molmo2
 moonshine moonshine_streaming moshi moss_transcribe_diarize muse_glimmer muse_spark musicflamingo musicgen_decoder
-musicgen_melody_decoder nemo_speechlm nemotron_h_omni omniasr ovis2 paddleocr_vl paligemma pegasus_x pi0 pix2struct
-pop2piano pp_chart2table prophetnet qianfan_ocr qwen2_5_omni_thinker qwen2_5_vl qwen2_audio qwen2_vl qwen3_5
-qwen3_5_moe qwen3_asr qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe qwen4_exp recurrent_gemma rwkv seamless_m4t
-seamless_m4t_v2 shieldgemma2 smolvlm speech-encoder-decoder speecht5 step3p7 t5gemma t5gemma2 trocr udop unlimited_ocr
-vibevoice vibevoice_asr video_llama_3 video_llava vipllava vision-encoder-decoder voxtral voxtral_realtime xlnet xlstm
-zamba zamba2 zaya
+musicgen_melody_decoder nemo_speechlm nemotron_h_omni omniasr ovis2 paddleocr_vl paligemma pegasus_x perception_lm
+phi4_multimodal pi0 pix2struct pop2piano pp_chart2table pp_formulanet prophetnet qianfan_ocr qwen2_5_omni_thinker
+qwen2_5_vl qwen2_audio qwen2_vl qwen3_5 qwen3_5_moe qwen3_asr qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe qwen4_exp
+recurrent_gemma rwkv seamless_m4t seamless_m4t_v2 shieldgemma2 smolvlm speech-encoder-decoder speecht5 step3p7
+t5gemma t5gemma2 trocr udop unlimited_ocr vibevoice vibevoice_asr video_llama_3 video_llava vipllava
+vision-encoder-decoder voxtral voxtral_realtime xlnet xlstm zamba zamba2 zaya
 """
 COMPARED = frozenset(_COMPARED.split())
 """Each ``model_type`` for which this was compared with the whole, by a batch that most of these layers compute with."""
@@ -53,12 +54,25 @@ _WHOLE = {
 """By ``model_type`` the linear layers that the module around them needs whole, and modules of such: ends of names."""
 BESIDE: Mapping[str, Mapping[str, Rule]] = {
     # tables, or a head, with a forward or parameters of their own
+    "diffusion_gemma": {  # its decoder has the encoder's parameters
+        **{f"model.decoder.layers.*.self_attn.{name}_proj": plan.COLUMN for name in "qkv"},
+        **{f"model.decoder.layers.*.self_attn.{norm}": plan.SUMMED for norm in ("q_norm", "k_norm")},
+        **{f"model.decoder.layers.*.mlp.{name}_proj": plan.COLUMN for name in ("gate", "up")},
+        **dict.fromkeys((f"model.decoder.layers.*.{name}" for name in ("self_attn.o_proj", "mlp.down_proj")), plan.ROW),
+        "model.decoder.layers.*.experts": plan.EXPERTS,
+        "model.decoder.layers.*.experts.gate_up_proj": plan.PACKED_COLUMN,
+        "model.decoder.layers.*.experts.down_proj": plan.ROW,
+    },
     "dory": {"lm_head": plan.REPLICATE},
     "idefics": {"model.embed_tokens": plan.REPLICATE, "lm_head": plan.REPLICATE},
     "t5gemma2": dict.fromkeys(
         ("model.encoder.text_model.embed_tokens", "model.decoder.embed_tokens", "lm_head.out_proj"), plan.REPLICATE
     ),
-    "pix2struct": {"decoder.layer.*.self_attention.attention.relative_attention_bias": "embedding_heads"},
+    "pix2struct": {"decoder.layer.*.self_attention.attention.relative_attention_bias": plan.EMBEDDING_HEADS},
+    "phi4_multimodal": {
+        "model.embed_tokens_extend.audio_embed.encoder.relative_attention_bias_layer.bias_values": plan.EMBEDDING_HEADS,
+        "model.embed_tokens_extend.audio_embed.encoder.embed": plan.REPLICATE,
+    },
     "qwen3_omni_moe_thinker": {
         f"model.language_model.layers.*.self_attn.{norm}": plan.SUMMED for norm in ("q_norm", "k_norm")
     },

@@ -14,13 +14,10 @@ from .decisions import is_linear
 from .found import BESIDE, COMPARED, found
 from .rules import Rule, rule_of, wildcard
 
-_ONE = "it is several models in one, which were not compared with the whole after a cut"
 _ALONE = "a cut one was not compared with the whole"
 
 REFUSED = {
-    **dict.fromkeys(("llama4", "phi4_multimodal"), _ONE),
-    "dbrx": "all its experts are the rows of one matrix",
-    "jetmoe": "its attention has experts of its own, which give each token other queries",
+    "llama4": "it is several models in one, which were not compared with the whole after a cut",
     **dict.fromkeys(("gemma4_vision", "muse_glimmer_assistant", "muse_glimmer_vision"), _ALONE),
 }
 """Families whose own plan is wrong, or was not compared, with the reason."""

@@ -27,7 +27,7 @@ import tpcore
 from helpers.families import PAGE_FILE, SINGLE, Verdict, Whole, beside, config_of, made, on_the_page, step, table_row
 from tpcore import Mesh
 from tpcore.testing import run_ranks
-from tpcore_hf.api import _summary
+from tpcore_hf.api import summary_of
 from tpcore_hf.plan.decisions import is_linear
 from tpcore_hf.plan.found import COMPARED, found
 from tpcore_hf.plan.model import own_rules, vocabulary
@@ -416,7 +416,7 @@ def stays_whole(kind: Any, config: Any) -> str:
     def rank(ctx: tpcore.ParallelContext) -> str:
         with torch.device("meta"):
             model = kind(config)
-        summary = _summary(tpcore.parallelize(model), None).partition("; whole: ")[2].partition(";")[0]
+        summary = summary_of(tpcore.parallelize(model), None).partition("; whole: ")[2].partition(";")[0]
         return f": {', '.join(f'`{name}`' for name in summary.split(', '))}" if summary else ""
 
     return run_ranks(Mesh({"tp": 2}), rank)[0]

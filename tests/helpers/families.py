@@ -22,7 +22,7 @@ from helpers.places import ROOT
 from tpcore import Mesh
 from tpcore.layers.sharding import sharding
 from tpcore.testing import run_ranks
-from tpcore_hf.generate.cached import _check_takes_cache
+from tpcore_hf.generate.cached import check_takes_cache
 from tpcore_hf.plan.families import KINDS
 
 with warnings.catch_warnings():
@@ -601,7 +601,7 @@ def beside(kind: Any, config: Any) -> str:
     if kind.can_generate():
         words.append("generate")
         with torch.device("meta"), suppress(ValueError):
-            _check_takes_cache(kind(copy.deepcopy(config)), 4)
+            check_takes_cache(kind(copy.deepcopy(config)), 4)
             words.append("serve")
     return " ".join(words)
 

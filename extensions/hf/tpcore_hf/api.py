@@ -167,7 +167,7 @@ def _change(
     context, comm, sending = options.ctx, options.ctx.comm("tp"), options.sending
     layers = _replace(model, cuts, options) if cuts else []
     dispatch_by(model, sending)
-    summary = _summary(model, sending.capacity_factor)
+    summary = summary_of(model, sending.capacity_factor)
     cuts = into_stages(model, cuts, options.num_microbatches, options.layers_per_stage)
     if comm.size * options.stages > 1 or cuts:
         if whole := _connect(model, cuts, comm, rules, options.sequence_parallel):
@@ -257,7 +257,7 @@ def _connect(
     return whole
 
 
-def _summary(model: nn.Module, capacity_factor: float | None) -> str:
+def summary_of(model: nn.Module, capacity_factor: float | None) -> str:
     """How much of a model is sharded, and which modules of a hundredth of it or more stay whole, in one line."""
     split = sum(map(_sharded, model.parameters()))
     sizes = {id(p): p.numel() for p in model.parameters() if not _sharded(p)}

@@ -40,7 +40,7 @@ class CachedModel(nn.Module):
 
     def __init__(self, model: Any, max_length: int, batch_size: int) -> None:
         super().__init__()
-        self._argument = _check_takes_cache(model, max_length)
+        self._argument = check_takes_cache(model, max_length)
         self.model, self.max_length = model.eval(), max_length
         ids = torch.arange(batch_size * 4, device=model.device).view(batch_size, 4) % 7 + 1
         with dropping_nothing(model):
@@ -132,7 +132,7 @@ def longrope_length(config: Any) -> int:
 _NO_CACHE = "{} is no causal language model that takes a cache of keys and values"
 
 
-def _check_takes_cache(model: Any, max_length: int) -> str:
+def check_takes_cache(model: Any, max_length: int) -> str:
     """The argument of the cache. ValueError for a model that cannot keep that many tokens in buffers."""
     kind, config, argument = type(model).__name__, model.config, cache_argument(model)
     if argument is None or config.is_encoder_decoder or model.get_output_embeddings() is None:

@@ -548,7 +548,7 @@ def test_ranks_that_cannot_start_end_it(folder: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tpcore", "serve", str(bare), "--tp", "2", "--port", "0"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=forked.PATIENCE, check=False)
     assert ended.returncode == 1
-    assert ended.stderr.count("no tokenizer opens: tokenizer.save_pretrained") == 2
+    assert "no tokenizer opens: tokenizer.save_pretrained" in ended.stderr  # of the rank that is first
     assert "exited with status 1 before it could serve" in ended.stderr
     assert "Traceback" not in ended.stderr
     assert "Connection closed" not in ended.stderr

@@ -173,7 +173,8 @@ def parallel_cross_entropy(
     ``pad=True`` carries its size; pass it if other operations follow the layer: without it they are a ValueError.
 
     Returns ``[...]``, the same on every rank, in float32 for half-precision logits. ValueError for shapes
-    that do not fit. Backends that can read values also raise IndexError for a target out of range.
+    that do not fit, and in the first calls for logits that ranks have alike, as gathered ones. Backends that can
+    read values also raise IndexError for a target out of range.
     """
     logits, comm, vocab = words_of(vocab_parallel_logits, vocab_size, group, "parallel_cross_entropy")
     if logits.shape[:-1] != target.shape:

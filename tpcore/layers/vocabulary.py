@@ -11,8 +11,13 @@ from torch import Tensor
 from ..comm import mappings as ops
 from ..comm.comm import Comm
 from ..comm.observer import plain
+from ..runtime.consensus import gather
 from ..runtime.context import current
+from ..runtime.digests import are_compared, digest
 from .features import unpadded
+
+_ROWS = 16
+"""Tokens whose logits ranks compare."""
 
 
 def words_of(logits: Tensor, vocab_size: int | None, group: Any, function: str) -> tuple[Tensor, Comm, int]:
@@ -32,11 +37,31 @@ def words_of(logits: Tensor, vocab_size: int | None, group: Any, function: str) 
     if not 0 < vocab <= columns:
         raise ValueError(f"{function}: vocab_size={vocab} does not fit {width} logits on each of {comm.size} ranks")
     if comm.size > 1 and width == vocab > 1:
-        raise ValueError(
-            f"{function} takes the logits of each rank's words, and these {width} are those of the whole vocabulary: "
-            "leave them to torch's own function, or do not gather them (gather_output=False)"
-        )
+        raise _of_whole(function, f"these {width} are those of the whole vocabulary")
+    if vocab_size is None:
+        refuse_gathered(logits, comm, function)
     return logits, comm, vocab
+
+
+def refuse_gathered(logits: Tensor, comm: Comm, function: str) -> None:
+    """Raise ValueError if ranks have the same logits, in the first calls: gathered ones are of a tp times larger
+    vocabulary otherwise. One number in the whole row, as of weights that are zero, says nothing. Collective."""
+    if not are_compared({"the logits": logits}, comm, function):
+        return
+    rows = logits.detach().reshape(-1, logits.shape[-1])
+    rows = rows[:: -(-len(rows) // _ROWS) or 1].nan_to_num()
+    told = bool((rows != rows[:, :1]).any())
+    parts = [tuple(part) for part in gather(digest(rows) if told else [], comm) if part]
+    if len(set(parts)) < len(parts):
+        what = f"several of {comm.size} ranks have the same {rows.shape[-1]} (pass vocab_size= if by chance)"
+        raise _of_whole(function, what)
+
+
+def _of_whole(function: str, what: str) -> ValueError:
+    return ValueError(
+        f"{function} takes the logits of each rank's words, and {what}: leave the whole ones to torch's own function "
+        "(torch.nn.functional.cross_entropy for a loss), or do not gather them (gather_output=False)"
+    )
 
 
 def padding_of(logits: Tensor, comm: Comm, vocab: int) -> Tensor | None:
@@ -128,6 +153,9 @@ def parallel_kl_div(
         )
     vocab = known or (wide if narrow < wide else wide * comm.size)
     width = narrow if narrow < wide or vocab != wide else -(-wide // comm.size)
+    if known is None and narrow == wide:
+        for t in (logits, target_logits):
+            refuse_gathered(plain(t), comm, function)
     here, there = (_part(t, vocab, width, comm, function) for t in (logits, target_logits))
     (words, log_sum, _), (target, target_sum, _) = (log_softmax_parts(t, comm, vocab) for t in (here, there))
     log_share = target - ops.copy(target_sum, comm).unsqueeze(-1)

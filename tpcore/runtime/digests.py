@@ -40,14 +40,20 @@ WHOLE_BATCH = (
 def compare_inputs(tensors: Mapping[str, Tensor], comm: Comm, whose: Hashable) -> None:
     """``compare_ranks`` of what the ranks of a tp group get from their programs, in the first calls of each kind, in a
     checked run in all. ``whose``: what is called, a number of it on ``comm``. Collective."""
+    if are_compared(tensors, comm, whose):
+        need = f"every rank of a tp group {WHOLE_BATCH}, and not the numbers of a process in the world"
+        compare_ranks(tensors, comm, "ranks {} and {} of one tp group", need)
+
+
+def are_compared(tensors: Mapping[str, Tensor], comm: Comm, whose: Hashable) -> bool:
+    """Whether this call is one of the first of its kind, whose ``tensors`` ranks compare; it is counted."""
     if comm.size == 1 or torch.compiler.is_compiling() or transformed():
-        return  # what follows would be a guard of the graph
+        return False  # what follows would be a guard of the graph
     most, kind = checked_calls(), (whose, torch.is_grad_enabled(), *tensors)
     if comm.compared[kind] >= (most if most == ALL else min(most, _FIRST)) or not are_read(tensors, comm):
-        return
+        return False
     comm.compared[kind] += 1
-    need = f"every rank of a tp group {WHOLE_BATCH}, and not the numbers of a process in the world"
-    compare_ranks(tensors, comm, "ranks {} and {} of one tp group", need)
+    return True
 
 
 def are_read(tensors: Mapping[str, Tensor], comm: Comm) -> bool:

@@ -189,7 +189,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "row": (lambda: tpcore.RowParallelLinear(8, 6), lambda: torch.randn(2, 8)),
     "qkv": (lambda: tpcore.ParallelQKV(8, 4, 1, fused=True), lambda: torch.randn(2, 8)),
     "embedding": (lambda: tpcore.ParallelEmbedding(12, 8), lambda: torch.randint(12, (2, 3))),
-    "loss": (Loss, lambda: torch.randn(2, 8)),
+    "loss": (Loss, lambda: torch.randn(2, 8) + tpcore.current().coord("tp")),
 }
 
 

@@ -145,3 +145,56 @@ def test_what_does_not_fit_is_refused(call: Callable[[Tensor], Tensor], message:
             call(torch.ones(2, 3))
 
     run_ranks(Mesh({"tp": 4}), rank)
+
+
+WHOLE: dict[str, Callable[[Tensor], Tensor]] = {
+    "cross_entropy": lambda t: tpcore.parallel_cross_entropy(t, LABELS),
+    "log_softmax": lambda t: parallel_log_softmax(t, LABELS),
+    "logsumexp": parallel_logsumexp,
+    "entropy": parallel_entropy,
+    "gather_logits": gather_logits,
+    "kl_div": lambda t: parallel_kl_div(t, 2 * t),
+}
+
+
+@pytest.mark.parametrize("function", WHOLE.values(), ids=WHOLE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gathered_logits_are_refused_on_every_rank(function: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
+    def rank(ctx: ParallelContext) -> None:
+        head = tpcore.ColumnParallelLinear(6, 12, gather_output=True, dtype=dtype)
+        torch.manual_seed(1)
+        logits = head(torch.randn(2, 3, 6, dtype=dtype))
+        with pytest.raises(ValueError, match=r"several of 2 ranks have the same 12 .*gather_output=False"):
+            function(logits.float())
+
+    run_ranks(Mesh({"tp": 2}), rank)
+
+
+@pytest.mark.parametrize("function", WHOLE.values(), ids=WHOLE)
+def test_parts_that_are_alike_are_not_refused(function: Callable[[Tensor], Tensor]) -> None:
+    """Logits of weights that are zero, of a bias alone, without tokens, infinite, and no numbers."""
+
+    def rank(ctx: ParallelContext) -> None:
+        for logits in (torch.zeros(2, 3, 6), torch.full((2, 3, 6), torch.nan), torch.full((2, 3, 6), -torch.inf)):
+            function(logits)
+            function(torch.cat([logits[..., :5], torch.full((2, 3, 1), float(ctx.rank))], -1))
+        if function is WHOLE["logsumexp"]:
+            function(torch.zeros(0, 6))
+
+    run_ranks(Mesh({"tp": 2}), rank)
+
+
+@pytest.mark.parametrize("check", ["off", "warmup"])
+def test_gathered_logits_are_looked_for_in_the_first_calls_alone(check: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TPCORE_CHECK", check)
+
+    def rank(ctx: ParallelContext) -> int:
+        torch.manual_seed(0)
+        whole = torch.randn(2, 3, 12)
+        if check == "warmup":
+            for _ in range(2):
+                parallel_logsumexp(whole + ctx.rank)
+        parallel_logsumexp(whole)
+        return sum(ctx.comm("tp").compared.values())
+
+    assert run_ranks(Mesh({"tp": 2}), rank) == [2 * (check == "warmup")] * 2

@@ -187,6 +187,18 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     "granite4_vision_text": {"num_hidden_layers": 5},
     "gemma4_vision": {"num_key_value_heads": 4},
+    **_named(
+        "gemma4 diffusion_gemma",
+        {
+            "vision_config": {
+                "model_type": "gemma4_vision",
+                **_named("hidden_size", 32),
+                **PICTURE,
+                **_named("num_hidden_layers num_key_value_heads", 2),
+                **_named("head_dim position_embedding_size", 8),
+            }
+        },
+    ),
     "gemma3n_audio": {"conf_num_hidden_layers": 2, "sscp_conv_channel_size": [16, 8]},
     "dots3_note_vision_encoder": _named("adapter_in_dim adapter_out_dim", 32),
     "dots3_note_audio_encoder": {"conv_output_size": 512, **_named("adapter_input_size adapter_out_dim", 32)},

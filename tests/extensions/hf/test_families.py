@@ -93,6 +93,11 @@ def test_rules_that_are_found_equal_the_whole(model_type: str) -> None:
 
 
 @newest
+def test_ranks_have_the_same_key_heads_where_linear_layers_are_inside_others() -> None:
+    assert verdict_of("gemma4", 4).works
+
+
+@newest
 @pytest.mark.drill  # a hundred types
 @pytest.mark.parametrize("model_type", compared_types())
 def test_all_rules_that_are_found_equal_the_whole_on_two_ranks_and_four(model_type: str) -> None:

@@ -23,6 +23,7 @@ LINEAR = frozenset(
     {plan.COLUMN, plan.COLUMN_GATHERED, plan.ROW, plan.ROW_SPLIT}
     | {plan.PACKED_COLUMN, plan.PACKED_ROW, plan.QKV_COLUMN}
 )
+_WHOLE_VALUES = (plan.COLUMN_GATHERED, plan.ROW_SPLIT)
 EMBEDDING = frozenset({plan.EMBEDDING_ROW, plan.EMBEDDING_COLUMN, plan.EMBEDDING_HEADS})
 _OF_EXPERTS = (plan.EXPERTS, plan.PARTIAL)
 """Of modules with bare parameters that have rules of their own."""
@@ -35,16 +36,14 @@ class Cut:
     name: str
     module: nn.Module
     style: str
+    owner: str
+    """The name of the module whose forward computes with its features."""
     blocks: tuple[Block, ...] | None = None
     needs: tuple[Need, ...] = ()
     specs: Mapping[str, ShardSpec] | None = None
     """Of the module's own bare parameters, for experts."""
     padded: LocalHeads | None = None
     """The heads of a rank, some ranks' of zeros, where tp does not divide them."""
-
-    @property
-    def owner(self) -> str:
-        return self.name.rpartition(".")[0]
 
     def copies(self, n: int) -> int:
         """How many of ``n`` ranks have each unit of the last block."""
@@ -65,6 +64,18 @@ def features(module: nn.Module) -> tuple[int, int]:
         return module.in_features, module.out_features
     weight = module.get_parameter("weight")
     return weight.shape[0], weight.shape[1]
+
+
+def owner_of(model: nn.Module, name: str, rule: Rule) -> str:
+    """The module whose forward computes with what ``name`` has of a rank: the one around it, or, where it is the one
+    linear layer of modules inside an attention, of one that clips its values for instance, the attention."""
+    module, owner = model.get_submodule(name), name.rpartition(".")[0]
+    around = "" if rule in _WHOLE_VALUES else owner
+    while around and head_size(model.get_submodule(around)) is None:
+        if [m for m in model.get_submodule(around).modules() if is_linear(m)] != [module]:
+            return owner
+        around = around.rpartition(".")[0]
+    return around or owner
 
 
 def decide(model: nn.Module, rules: Mapping[str, Rule], expert_parallel: bool = False, ep: int = 1) -> list[Cut]:
@@ -93,20 +104,22 @@ def decide(model: nn.Module, rules: Mapping[str, Rule], expert_parallel: bool = 
             bare[owner][leaf] = rule
         elif rule_of(owner, rules) == plan.LOCAL_PARAMETERS and rule == plan.COLUMN:
             blocks, need = (Block(p.shape[0], 1),), Need(name, p.shape[0], "heads")  # such as sinks
-            by_heads[owner] = Cut(owner, model.get_submodule(owner), plan.PARAMETER_HEADS, blocks, (need,))
+            by_heads[owner] = Cut(
+                owner, model.get_submodule(owner), plan.PARAMETER_HEADS, owner.rpartition(".")[0], blocks, (need,)
+            )
         else:
             wrong[name] = unknown_style(plan.wildcard(name), type(p), str(rule), owner)
     if wrong:
         raise ValueError("; ".join(dict.fromkeys(wrong.values())))
     if expert_parallel and not any(rule == plan.EXPERTS for *_, rule in matched):
         raise ValueError(f"expert_parallel=True: {type(model).__name__} has no layers of experts that its plan shards")
-    queries = _queries(matched)
+    queries = _queries(model, matched)
     cuts = []
     for name, module, rule in matched:
         if rule in _OF_EXPERTS:
             spread = (expert_parallel, ep) if rule == plan.EXPERTS else (False, 1)
             specs, needs = specs_of(name, module, bare[name], *spread)
-            cuts.append(Cut(name, module, str(rule), None, tuple(needs), specs))
+            cuts.append(Cut(name, module, str(rule), owner_of(model, name, rule), None, tuple(needs), specs))
         else:
             cuts.append(_cut(model, name, module, rule, queries))
     return [*cuts, *by_heads.values()]
@@ -152,12 +165,12 @@ def _heads_of(module: nn.Module) -> set[int]:
     return {len(child) for child in lists} if lists else {p.shape[0] for p in module.parameters() if p.ndim == 2}
 
 
-def _queries(matched: list[tuple[str, nn.Module, Rule]]) -> dict[str, int]:
+def _queries(model: nn.Module, matched: list[tuple[str, nn.Module, Rule]]) -> dict[str, int]:
     """For each owner, the features of all query heads, which its output projection reads."""
     rows: dict[str, int] = {}
     columns: dict[str, int] = defaultdict(int)
     for name, module, rule in matched:
-        owner = name.rpartition(".")[0]
+        owner = owner_of(model, name, rule)
         if rule == plan.ROW:
             rows[owner] = features(module)[0]
         elif rule == plan.COLUMN:
@@ -166,8 +179,8 @@ def _queries(matched: list[tuple[str, nn.Module, Rule]]) -> dict[str, int]:
 
 
 def _cut(model: nn.Module, name: str, module: nn.Module, rule: Rule, queries: Mapping[str, int]) -> Cut:
-    owner = model.get_submodule(name.rpartition(".")[0])
-    width = queries.get(name.rpartition(".")[0], 0)
+    around = owner_of(model, name, rule)
+    owner, width = model.get_submodule(around), queries.get(around, 0)
     columns = rule in (plan.COLUMN, plan.QKV_COLUMN) or not isinstance(rule, str)
     blocks: tuple[Block, ...] | None = None
     kind = getattr(getattr(model, "config", None), "model_type", None)
@@ -196,7 +209,7 @@ def _cut(model: nn.Module, name: str, module: nn.Module, rule: Rule, queries: Ma
         if size % 2:
             raise ValueError(f"{name}: {size} features are not two of equal size, as {rule} cuts them")
         blocks, needs = (Block(size // 2),) * 2, [Need(name, size // 2, "features in each half")]
-    return Cut(name, module, rule if isinstance(rule, str) else plan.COLUMN, blocks, tuple(needs))
+    return Cut(name, module, rule if isinstance(rule, str) else plan.COLUMN, around, blocks, tuple(needs))
 
 
 def attentions(model: nn.Module, cuts: list[Cut]) -> Iterator[tuple[nn.Module, int, list[Cut]]]:

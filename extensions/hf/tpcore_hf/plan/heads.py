@@ -76,14 +76,14 @@ def grouped(name: str, owner: nn.Module, size: int, queries: int) -> tuple[Block
     count = getattr(owner, "num_heads", None)
     if hasattr(owner, "kv_lora_rank") and isinstance(count, int) and size % count == 0:
         return Block(size, size // count), Need(name, count, "heads")  # of latent attention, in no common size
-    leaf = name.rpartition(".")[2]
-    unit = getattr(owner, "v_head_dim", None) if leaf == "v_proj" else None  # values may be wider than keys
+    names = name.split(".")  # of a layer, and of what it may be in
+    unit = getattr(owner, "v_head_dim", None) if "v_proj" in names else None  # values may be wider than keys
     unit = unit if isinstance(unit, int) else head_size(owner)
     if unit is None or size % unit:
         return Block(size), Need(name, size, "features")
     if size > queries and queries and size % queries == 0:
         unit *= size // queries
-    shared = size < queries and leaf != "q_proj"
+    shared = size < queries and "q_proj" not in names
     what = "key/value heads" if shared else "heads"
     return Block(size, unit, replicate=shared), Need(name, size // unit, what, shared)
 

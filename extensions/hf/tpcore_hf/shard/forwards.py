@@ -129,7 +129,7 @@ def columns_by_owner(model: nn.Module, cuts: list[Cut]) -> dict[str, dict[str, C
     for cut in cuts:
         layer = model.get_submodule(cut.name)
         if cut.style in _COLUMNS and isinstance(layer, ColumnParallelLinear):
-            columns[cut.owner][cut.name.rpartition(".")[2]] = layer
+            columns[cut.owner][cut.name.removeprefix(f"{cut.owner}.")] = layer
     return columns
 
 

@@ -27,11 +27,11 @@ import tpcore
 from helpers.families import PAGE_FILE, SINGLE, Verdict, Whole, beside, config_of, made, on_the_page, step, table_row
 from tpcore import Mesh
 from tpcore.testing import run_ranks
-from tpcore_hf.api import summary_of
 from tpcore_hf.plan.decisions import is_linear
 from tpcore_hf.plan.found import COMPARED, found
 from tpcore_hf.plan.model import own_rules, vocabulary
 from tpcore_hf.plan.rules import REPLICATE, rule_of
+from tpcore_hf.shard.figures import summary_of
 
 HEADS = ("IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "SPEECH_SEQ_2_SEQ", "SEQ_TO_SEQ_CAUSAL_LM", "CAUSAL_LM")
 TOKENS = {"image": 98, "audio": 97, "video": 96}

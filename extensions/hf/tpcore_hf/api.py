@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +11,7 @@ from types import MethodType
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tpcore.backend.registry import observer_of
 from tpcore.comm.comm import Comm
@@ -22,7 +20,6 @@ from tpcore.layers import ColumnParallelLinear
 from tpcore.layers.adopt import shard
 from tpcore.layers.apply import initialized
 from tpcore.layers.module import ParallelModule
-from tpcore.layers.sharding import sharding
 from tpcore.log import inform
 from tpcore.private import backward_hooks
 from tpcore.runtime.context import ParallelContext, current, use
@@ -35,23 +32,24 @@ from .generate.alike import batch_alike, generate_alike
 from .load.gathered import save_whole
 from .load.lazy import read_parts, stored_weights
 from .plan import rules as styles
-from .plan.decisions import Cut, attentions, check_in_blocks, check_inside, decide
+from .plan.decisions import Cut, attentions, check_inside, decide
 from .plan.heads import check_fit, gather_attentions, head_size, heads_argument, localize
 from .plan.inputs import is_own
 from .plan.model import checked_model, rules_of
 from .plan.padded import with_padding
-from .plan.rules import Rule, checked, rule_of, wildcard
+from .plan.rules import Rule, checked, rule_of
 from .plan.stages import into_stages, number_of_stages
 from .sequence.context_parallel import context_of, cut_context
 from .sequence.sequence_parallel import cut_sequence
 from .shard import quantized
-from .shard.figures import count_whole
+from .shard.figures import count_whole, summary_of
 from .shard.forwards import drop_by_rank, share_inputs
 from .shard.gradients import watch_first
 from .shard.logits import cut_loss
-from .shard.products import multiply_each_alone
+from .shard.products import check_in_blocks, multiply_each_alone
 from .shard.refusals import guard, is_guarded
-from .shard.replace import replace, restored_if_refused
+from .shard.replace import layers_for, replace, restored_if_refused
+from .shard.trial import check_forward
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -165,7 +163,7 @@ def _change(
 ) -> tuple[list[ParallelModule], str]:
     """All but the values of Parameters: the layers that will have a part, and in a line what they are."""
     context, comm, sending = options.ctx, options.ctx.comm("tp"), options.sending
-    layers = _replace(model, cuts, options) if cuts else []
+    layers = _replace(model, rules, cuts, options) if cuts else []
     dispatch_by(model, sending)
     summary = summary_of(model, sending.capacity_factor)
     cuts = into_stages(model, cuts, options.num_microbatches, options.layers_per_stage)
@@ -198,24 +196,34 @@ def _decided(model: nn.Module, options: ParallelizeOptions) -> tuple[Mapping[str
         check_in_blocks(cuts, most, factor)
     elif tp > 1:
         cuts = with_padding(model, cuts, tp)
-    if tp > 1 or most is not None:
-        check_inside(model, cuts, rules)
-    check_fit(type(model).__name__, [need for cut in cuts for need in cut.needs], tp)
+    check_fit(model, [need for cut in cuts for need in cut.needs], tp)
     return rules, cuts
 
 
-def _replace(model: nn.Module, cuts: list[Cut], options: ParallelizeOptions) -> list[ParallelModule]:
+def _replace(
+    model: nn.Module, rules: Mapping[str, Rule], cuts: list[Cut], options: ParallelizeOptions
+) -> list[ParallelModule]:
     """Put parallel layers in place, and give attention modules their local number of heads."""
     context, comm = options.ctx, options.ctx.comm("tp")
     heads = list(attentions(model, cuts))
     all_heads = {owner: width // (head_size(owner) or 1) for owner, width, _ in heads}
-    layers = replace(model, cuts, _groups(model, context, options.stages))
-    _watch(model, cuts, options.plan, context)
     padded = {owner: cuts[0].padded for owner, _, cuts in heads if cuts[0].padded}
-    for owner, width, projections in heads:
+
+    def localize_all() -> None:
+        for owner, width, projections in heads:
+            localize(owner, comm.size, max(cut.copies(comm.size) for cut in projections), width, padded.get(owner))
+
+    over = _groups(model, context, options.stages)
+    made = layers_for(cuts, over)
+    if comm.size > 1 or context.reproducible is not None:
+        check_forward(model, cuts, made, options.plan, localize_all)
+        check_inside(model, cuts, rules)
+    layers = replace(model, cuts, made, over)
+    _watch(model, cuts, options.plan, context)
+    for owner in all_heads:
         if any(cut.module is owner and cut.style == styles.HEADS_ARGUMENT for cut in cuts):
             owner.register_forward_pre_hook(partial(heads_argument, comm, all_heads[owner]), with_kwargs=True)
-        localize(owner, comm.size, max(cut.copies(comm.size) for cut in projections), width, padded.get(owner))
+    localize_all()
     gather_attentions(model, all_heads, {owner: here.queries for owner, here in padded.items()}, comm)
     return layers
 
@@ -255,38 +263,6 @@ def _connect(
             if cast(Any, type(part)).save_pretrained.__module__.startswith("transformers."):
                 part.__dict__["save_pretrained"] = save or MethodType(save_whole, part)
     return whole
-
-
-def summary_of(model: nn.Module, capacity_factor: float | None) -> str:
-    """How much of a model is sharded, and which modules of a hundredth of it or more stay whole, in one line."""
-    split = sum(map(_sharded, model.parameters()))
-    sizes = {id(p): p.numel() for p in model.parameters() if not _sharded(p)}
-    total = max(split + sum(sizes.values()), 1)
-    names: Counter[str] = Counter()
-    for name, module in _whole(model, ""):
-        names[name] += sum(sizes.pop(id(p), 0) for p in module.parameters())
-    large = [f"{name}.*" for name, size in names.most_common() if size >= total / 100]
-    named = f"; whole: {', '.join(large)}" if large else ""
-    if isinstance(model.get_output_embeddings(), ColumnParallelLinear) and not is_own(model):  # type: ignore[operator]
-        named += "; logits are gathered in every step, for its forward is not transformers' own"
-    if capacity_factor is not None:
-        named += f"; capacity_factor={capacity_factor} drops choices: tpcore_hf.ExpertLoad says how many"
-    return f"{type(model).__name__}: sharded {split / total:.0%} of the parameters{named}"
-
-
-def _sharded(p: Tensor) -> int:
-    """The number of entries of a whole parameter that is sharded; 0 for any other."""
-    mark = sharding(p)
-    return 0 if mark is None or not mark.layout.cuts else math.prod(mark.layout.shape)
-
-
-def _whole(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """The largest modules without a sharded parameter."""
-    if not any(map(_sharded, module.parameters())):
-        yield wildcard(name), module
-        return
-    for child, inner in module.named_children():
-        yield from _whole(inner, f"{name}.{child}".lstrip("."))
 
 
 def _groups(model: nn.Module, ctx: ParallelContext, stages: int) -> Callable[[Cut], Comm]:

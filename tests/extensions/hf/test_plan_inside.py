@@ -11,9 +11,12 @@ import torch
 import torch.nn.functional as F
 import transformers
 from helpers import hf
-from helpers.hf import llama
+from helpers.hf import llama, text
 from torch import Tensor, nn
 
+import tpcore
+from tpcore import Mesh
+from tpcore.testing import run_ranks
 from tpcore_hf.plan.inputs import argument_of_calls
 
 HIDDEN, WIDE = 32, 64
@@ -129,13 +132,84 @@ REACHED |= {kind: names.split()[0] for kind, names in WHOLE.items()}
 
 @pytest.mark.parametrize("kind", REACHED)
 def test_a_module_that_sharded_features_may_reach_is_refused_by_name(kind: type[Network]) -> None:
-    hf.refused(rf"model\.layers\.\*\.mlp\.{REACHED[kind]} \(.*is whole inside", lambda: with_network(kind))
+    words = "fails with what a rank has: .*shape" if kind is Normed else "is whole inside"
+    hf.refused(rf"model\.layers\.\*\.mlp\.{REACHED[kind]} \(.*{words}", lambda: with_network(kind))
 
 
 @pytest.mark.parametrize(("kind", "name"), [(Activated, "mlp.act"), (Scaled, "mlp")])
 def test_the_remedy_of_the_refusal_is_right(kind: type[Network], name: str) -> None:
     plan = {f"model.layers.*.{name}": "replicated_with_grad_allreduce"}
     hf.assert_equals_whole(lambda: with_network(kind), (2,), plan=plan)
+
+
+class Fused(nn.Module):
+    """Attention with each head's query, key and value side by side. ``names``: of the heads' number and size."""
+
+    def __init__(self, names: tuple[str, str]) -> None:
+        super().__init__()
+        self.names, self.scale = names, torch.ones(8)  # no buffer
+        vars(self).update(zip(names, (4, 8), strict=True))
+        self.qkv, self.out = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads, size = (getattr(self, name) for name in self.names)
+        qkv = self.qkv(x).view(*x.shape[:2], heads, 3, size) * self.scale
+        y = F.scaled_dot_product_attention(*qkv.permute(3, 0, 2, 1, 4).unbind(0))
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class Own(transformers.PreTrainedModel):
+    config_class = transformers.LlamaConfig
+
+    def __init__(self, *names: str) -> None:
+        super().__init__(transformers.LlamaConfig(**hf.TINY))
+        self.table, self.lm_head = nn.Embedding(99, HIDDEN), nn.Linear(HIDDEN, 99)
+        mlp = nn.Sequential(nn.Linear(HIDDEN, WIDE), nn.GELU(), nn.Linear(WIDE, HIDDEN))
+        block = {"attn": Fused((names[0], names[1])), "norm": nn.LayerNorm(HIDDEN), "mlp": mlp}
+        self.blocks, self.seen = nn.ModuleList([nn.ModuleDict(block)]), list[Tensor]()
+        self.post_init()
+
+    def forward(self, input_ids: Tensor, **_: Any) -> Any:
+        x = self.table(input_ids)
+        for block in self.blocks:
+            x = x + block["attn"](block["norm"](x))
+            x = x + block["mlp"](x)
+        self.seen.append(x)
+        logits = self.lm_head(x)
+        loss = F.cross_entropy(logits.flatten(0, 1), input_ids.flatten())
+        return transformers.modeling_outputs.CausalLMOutput(loss=loss, logits=logits)
+
+
+KNOWN, OTHER = ("num_heads", "head_dim"), ("heads", "size")
+OF_ATTENTION = {"blocks.*.attn.qkv": "colwise", "blocks.*.attn.out": "rowwise"}
+UP, DOWN = {"blocks.*.mlp.0": "colwise"}, {"blocks.*.mlp.2": "rowwise"}
+FAILS = {
+    "heads of another name": (OTHER, OF_ATTENTION, r"attn \(Fused\) fails .*is invalid.*qkv gives .* 96 .*num_heads"),
+    "a column layer alone": (KNOWN, OF_ATTENTION | UP, r"mlp\.2 \(Linear\) fails .*mlp\.0 gives a part of its 64"),
+    "a row layer alone": (KNOWN, DOWN, r"mlp\.2 \(Linear\) fails .*part of its 64 .* no 'colwise' layer gave one"),
+}
+
+
+@pytest.mark.parametrize("what", FAILS)
+def test_a_forward_that_does_not_take_a_ranks_part_is_refused_by_name(what: str) -> None:
+    names, plan, words = FAILS[what]
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        model = hf.double(lambda: Own(*names))
+        want = model(**text()).logits
+        before = [dict(vars(module)) for module in model.modules()]
+        with pytest.raises(ValueError, match=rf"blocks\.\*\.{words}"):
+            tpcore.parallelize(model, plan=plan)
+        assert [dict(vars(module)) for module in model.modules()] == before
+        assert len(model.seen) == 1
+        torch.testing.assert_close(model(**text()).logits, want, rtol=0, atol=0)
+
+    run_ranks(Mesh({"tp": 2}), rank)
+
+
+@pytest.mark.parametrize(("names", "plan"), [(KNOWN, OF_ATTENTION), (OTHER, {"blocks.*.attn": "replicate"})])
+def test_a_model_of_ones_own_equals_the_whole(names: tuple[str, str], plan: dict[str, str]) -> None:
+    hf.assert_equals_whole(lambda: Own(*names), (2, 4), plan=plan | UP | DOWN)
 
 
 def residual(forward: Any) -> Any:

@@ -17,7 +17,7 @@ from tpcore.layout.shard import Block, ShardSpec
 from ..experts.layers import specs_of
 from . import rules as plan
 from .heads import LocalHeads, Need, fused, grouped, groups, head_size
-from .rules import Rule, rule_of, unknown_style, wildcard
+from .rules import Rule, general, rule_of, unknown_style
 
 LINEAR = frozenset(
     {plan.COLUMN, plan.COLUMN_GATHERED, plan.ROW, plan.ROW_SPLIT}
@@ -89,7 +89,7 @@ def decide(model: nn.Module, rules: Mapping[str, Rule], expert_parallel: bool = 
         if rule is None or rule in (plan.REPLICATE, plan.LOCAL_PARAMETERS) or name.startswith(whole):
             continue
         _check_plain(name, module)
-        mismatch = _mismatch(name, module, rule)
+        mismatch = _mismatch(general(model, name), module, rule)
         if mismatch is None:
             matched.append((name, module, rule))
         else:
@@ -102,11 +102,9 @@ def decide(model: nn.Module, rules: Mapping[str, Rule], expert_parallel: bool = 
             continue
         if rule_of(owner, rules) in _OF_EXPERTS and isinstance(rule, str):
             bare[owner][leaf] = rule
-        elif rule_of(owner, rules) == plan.LOCAL_PARAMETERS and rule == plan.COLUMN:
-            blocks, need = (Block(p.shape[0], 1),), Need(name, p.shape[0], "heads")  # such as sinks
-            by_heads[owner] = Cut(
-                owner, model.get_submodule(owner), plan.PARAMETER_HEADS, owner.rpartition(".")[0], blocks, (need,)
-            )
+        elif rule_of(owner, rules) == plan.LOCAL_PARAMETERS and rule == plan.COLUMN:  # such as sinks
+            blocks, need, around = (Block(p.shape[0], 1),), Need(name, p.shape[0], "heads"), owner.rpartition(".")[0]
+            by_heads[owner] = Cut(owner, model.get_submodule(owner), plan.PARAMETER_HEADS, around, blocks, (need,))
         else:
             wrong[name] = unknown_style(plan.wildcard(name), type(p), str(rule), owner)
     if wrong:
@@ -147,14 +145,14 @@ def _mismatch(name: str, module: nn.Module, rule: Rule) -> str | None:
         linear = is_linear(module)
         return None if linear else f"{name} ({kind.__name__}) is no linear layer, which blocks={rule} would cut"
     if rule not in plan.STYLES:
-        return unknown_style(plan.wildcard(name), type(module), rule)
+        return unknown_style(name, type(module), rule)
     suits = is_linear(module) if rule in LINEAR else rule not in EMBEDDING or isinstance(module, nn.Embedding)
     if rule == plan.PARAMETER_HEADS and len(_heads_of(module)) != 1:
-        return f"{wildcard(name)} ({kind.__name__}) has no entry, and no module, for each head, as {rule!r} shards them"
+        return f"{name} ({kind.__name__}) has no entry, and no module, for each head, as {rule!r} shards them"
     if suits:
         return None
     return (
-        f"{plan.wildcard(name)} is a {kind.__module__}.{kind.__qualname__}, and style {rule!r} shards "
+        f"{name} is a {kind.__module__}.{kind.__qualname__}, and style {rule!r} shards "
         f"{'a linear layer' if rule in LINEAR else 'an embedding'} of torch or transformers alone: {_leave(name)}"
     )
 
@@ -226,14 +224,14 @@ def attentions(model: nn.Module, cuts: list[Cut]) -> Iterator[tuple[nn.Module, i
             yield owner, max(rows or widths or [0]), columns
 
 
-_OPENS = frozenset({plan.COLUMN, plan.PACKED_COLUMN, plan.QKV_COLUMN, plan.EMBEDDING_HEADS})
-_CLOSES = frozenset({plan.ROW, plan.PACKED_ROW})
+OPENS = frozenset({plan.COLUMN, plan.PACKED_COLUMN, plan.QKV_COLUMN, plan.EMBEDDING_HEADS})
+CLOSES = frozenset({plan.ROW, plan.PACKED_ROW})
 
 
 def check_inside(model: nn.Module, cuts: list[Cut], rules: Mapping[str, Rule]) -> None:
     """One ValueError names all modules without a rule that sharded features may reach, for none surely stays right."""
-    ends = [cut for cut in cuts if cut.style in _OPENS | _CLOSES]
-    opened, closed = (_ancestors([cut for cut in ends if cut.style in s]) for s in (_OPENS, _CLOSES))
+    ends = [cut for cut in cuts if cut.style in OPENS | CLOSES]
+    opened, closed = (_ancestors([cut for cut in ends if cut.style in s]) for s in (OPENS, CLOSES))
     wrong: list[str] = []
     for name, block in model.named_modules():
         prefix = f"{name}." if name else ""
@@ -244,7 +242,7 @@ def check_inside(model: nn.Module, cuts: list[Cut], rules: Mapping[str, Rule]) -
         near = [cut for cut in ends if cut.name.startswith(prefix)]
         for child, part in _whole(name, block, rules):
             if child not in columns | rows and not _is_wide(part, near, block):
-                wrong.append(_refusal(prefix + child, part, name, block))
+                wrong.append(_refusal(model, prefix + child, part, name, block))
     if wrong:
         raise ValueError("; ".join(dict.fromkeys(wrong)))
 
@@ -257,24 +255,6 @@ def _whole(name: str, block: nn.Module, rules: Mapping[str, Rule]) -> Iterator[t
     for child, p in block.named_parameters(recurse=False):
         if rule_of(f"{name}.{child}", rules) is None and rule_of(name, rules) != plan.SUMMED:
             yield child, p
-
-
-_IN_BLOCKS = LINEAR | {plan.EMBEDDING_ROW, plan.EMBEDDING_COLUMN, plan.SUMMED, plan.EXPERTS, plan.PARTIAL}
-
-
-def check_in_blocks(cuts: list[Cut], most: int, capacity_factor: float | None) -> None:
-    """One ValueError names all modules whose sums over ranks are not computed in ``most`` blocks."""
-    if capacity_factor is not None:
-        raise ValueError(
-            f"capacity_factor={capacity_factor} drops choices by rank: leave it out, or reproducible={most}"
-        )
-    wrong = {wildcard(cut.name): cut.style for cut in cuts if cut.style not in _IN_BLOCKS}
-    if wrong:
-        named = ", ".join(f"{name} ({style!r})" for name, style in wrong.items())
-        raise ValueError(
-            f"reproducible={most}: {named} add what a rank has in an order of its degree: leave that whole, "
-            f"plan={{{wildcard(next(iter(wrong)).rpartition('.')[0])!r}: 'replicate'}}, or reproducible out"
-        )
 
 
 def _ancestors(cuts: list[Cut]) -> set[str]:
@@ -291,16 +271,17 @@ def _shapes(part: nn.Module | nn.Parameter) -> set[tuple[int, ...]]:
 def _is_wide(part: nn.Module | nn.Parameter, near: list[Cut], block: nn.Module) -> bool:
     """Whether it is as wide as the block's whole inputs and outputs: sharded features have not this width."""
     linear = [cut for cut in near if cut.style != plan.EMBEDDING_HEADS]
-    wide = {features(cut.module)[cut.style in _CLOSES] for cut in linear} - {head_size(block)}
+    wide = {features(cut.module)[cut.style in CLOSES] for cut in linear} - {head_size(block)}
     return all(len(shape) == 1 and shape[0] in wide for shape in _shapes(part))
 
 
-def _refusal(name: str, part: nn.Module | nn.Parameter, owner: str, block: nn.Module) -> str:
+def _refusal(model: nn.Module, name: str, part: nn.Module | nn.Parameter, owner: str, block: nn.Module) -> str:
     shapes = ", ".join(map(str, sorted(_shapes(part))))
+    owner, name = (around and general(model, around) for around in (owner, name))
     summed = owner if isinstance(part, nn.Parameter) else name
     return (
-        f"{wildcard(name)} ({type(part).__name__}, {shapes}) is whole inside the sharded "
-        f"{type(block).__name__}, and no rule says how it is used: plan={{{wildcard(summed)!r}: "
+        f"{name} ({type(part).__name__}, {shapes}) is whole inside the sharded "
+        f"{type(block).__name__}, and no rule says how it is used: plan={{{summed!r}: "
         f"{plan.SUMMED!r}}} says that it treats all heads and features alike, of which it sees this rank's, "
-        f"{{{wildcard(name)!r}: {plan.REPLICATE!r}}} that it sees, and meets, whole values only"
+        f"{{{name!r}: {plan.REPLICATE!r}}} that it sees, and meets, whole values only"
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 
@@ -12,7 +11,7 @@ from . import rules as plan
 from .decisions import features, is_linear
 from .heads import head_size
 from .inputs import is_own
-from .rules import Rule, rule_of, wildcard
+from .rules import Rule, general, rule_of
 
 Linears = Mapping[str, nn.Module]
 _COMPARED = """
@@ -122,17 +121,6 @@ def found(model: nn.Module, known: Mapping[str, Rule], ends: Collection[nn.Modul
     for name, pattern in names.items():
         sizes[pattern] += features(modules[name])[0] * features(modules[name])[1]
     return rules | {pattern: _alone(modules[name]) for name, pattern in names.items() if sizes[pattern] >= least}
-
-
-def general(model: nn.Module, name: str) -> str:
-    """``name`` with ``*`` for each number but those of modules in a row that differ."""
-    owners = [model.get_submodule(name[: match.start()].rstrip(".")) for match in re.finditer(r"[^.]+", name)]
-    parts = zip(name.split("."), owners, strict=True)
-    return ".".join(part if _differ(owner) else wildcard(part) for part, owner in parts)
-
-
-def _differ(owner: nn.Module) -> bool:
-    return isinstance(owner, nn.Sequential) or (isinstance(owner, nn.ModuleList) and len({*map(type, owner)}) > 1)
 
 
 def _alone(module: nn.Module) -> Rule:

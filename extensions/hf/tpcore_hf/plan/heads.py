@@ -12,7 +12,7 @@ from tpcore.comm import mappings as ops
 from tpcore.comm.comm import Comm
 from tpcore.layout.shard import Block
 
-from .rules import COLUMN, Rule, wildcard
+from .rules import COLUMN, Rule, general, wildcard
 
 _HEAD_SIZE = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size", "attention_head_dim")
 _HEAD_COUNT = ("num_heads", "num_attention_heads", "num_attn_heads", "n_heads", "n_head", "nhead")
@@ -160,22 +160,23 @@ class Need:
     padded: bool = False
     """Whether some ranks may have fewer units than others."""
 
-    def __str__(self) -> str:
-        return f"{wildcard(self.name)} has {self.count} {self.what.removesuffix('s' * (self.count == 1))}"
+    def said(self, model: nn.Module) -> str:
+        return f"{general(model, self.name)} has {self.count} {self.what.removesuffix('s' * (self.count == 1))}"
 
     def fits(self, n: int) -> bool:
         return self.count % n == 0 or (self.shared and n % self.count == 0) or (self.padded and n <= self.count)
 
 
-def check_fit(model: str, needs: Sequence[Need], tp: int) -> None:
+def check_fit(model: nn.Module, needs: Sequence[Need], tp: int) -> None:
     """Raise a ValueError that names every misfit at this degree and the degrees that fit."""
-    misfits = {str(need) for need in needs if not need.fits(tp)}
+    misfits = {need.said(model) for need in needs if not need.fits(tp)}
     if not misfits:
         return
     largest = max(need.count for need in needs)
     fitting = [n for n in range(1, min(largest, 1024) + 1) if all(need.fits(n) for need in needs)]
     raise ValueError(
-        f"tp={tp} does not fit {model}: {'; '.join(sorted(misfits))}. Degrees that fit: {', '.join(map(str, fitting))}"
+        f"tp={tp} does not fit {type(model).__name__}: {'; '.join(sorted(misfits))}. Degrees that fit: "
+        f"{', '.join(map(str, fitting))}"
     )
 
 

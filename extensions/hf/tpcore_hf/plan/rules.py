@@ -35,6 +35,17 @@ def wildcard(name: str) -> str:
     return re.sub(r"(?<![^.])(expert_)?\d+(?![^.])", r"\1*", name)
 
 
+def general(model: nn.Module, name: str) -> str:
+    """``name`` with ``*`` for each number but those of modules in a row that differ."""
+    owners = [model.get_submodule(name[: match.start()].rstrip(".")) for match in re.finditer(r"[^.]+", name)]
+    parts = zip(name.split("."), owners, strict=True)
+    return ".".join(part if _differ(owner) else wildcard(part) for part, owner in parts)
+
+
+def _differ(owner: nn.Module) -> bool:
+    return isinstance(owner, nn.Sequential) or (isinstance(owner, nn.ModuleList) and len({*map(type, owner)}) > 1)
+
+
 def rule_of(name: str, rules: Mapping[str, Rule]) -> Rule | None:
     """The rule for a module or parameter: of its own name, else with the fewest ``*``, the later of two."""
     if name in rules:

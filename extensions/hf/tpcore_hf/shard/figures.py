@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import MethodType
@@ -10,9 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tpcore.layers import ParallelEmbedding
+from tpcore.layers import ColumnParallelLinear, ParallelEmbedding
 from tpcore.layers.sharding import sharding
 from tpcore.train.pipeline import PipelinedLayers
+
+from ..plan.inputs import is_own
+from ..plan.rules import wildcard
 
 _PARAMETERS = nn.Module.named_parameters
 _FIGURES = ("num_parameters", "get_memory_footprint", "get_nb_trainable_parameters")
@@ -63,3 +68,35 @@ def _named(walk: Callable[..., Any], model: nn.Module, *_: Any, **__: Any) -> It
         for number, tensors in layers.elsewhere.items():
             of_kind = [name for name, t in tensors.items() if isinstance(t, nn.Parameter) == (walk is _PARAMETERS)]
             yield from ((f"{prefix}{number}.{name}", tensors[name]) for name in of_kind)
+
+
+def summary_of(model: nn.Module, capacity_factor: float | None) -> str:
+    """How much of a model is sharded, and which modules of a hundredth of it or more stay whole, in one line."""
+    split = sum(map(_sharded, model.parameters()))
+    sizes = {id(p): p.numel() for p in model.parameters() if not _sharded(p)}
+    total = max(split + sum(sizes.values()), 1)
+    names: Counter[str] = Counter()
+    for name, module in _whole(model, ""):
+        names[name] += sum(sizes.pop(id(p), 0) for p in module.parameters())
+    large = [f"{name}.*" for name, size in names.most_common() if size >= total / 100]
+    named = f"; whole: {', '.join(large)}" if large else ""
+    if isinstance(model.get_output_embeddings(), ColumnParallelLinear) and not is_own(model):  # type: ignore[operator]
+        named += "; logits are gathered in every step, for its forward is not transformers' own"
+    if capacity_factor is not None:
+        named += f"; capacity_factor={capacity_factor} drops choices: tpcore_hf.ExpertLoad says how many"
+    return f"{type(model).__name__}: sharded {split / total:.0%} of the parameters{named}"
+
+
+def _sharded(p: Tensor) -> int:
+    """The number of entries of a whole parameter that is sharded; 0 for any other."""
+    mark = sharding(p)
+    return 0 if mark is None or not mark.layout.cuts else math.prod(mark.layout.shape)
+
+
+def _whole(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    """The largest modules without a sharded parameter."""
+    if not any(map(_sharded, module.parameters())):
+        yield wildcard(name), module
+        return
+    for child, inner in module.named_children():
+        yield from _whole(inner, f"{name}.{child}".lstrip("."))

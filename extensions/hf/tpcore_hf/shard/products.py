@@ -13,7 +13,9 @@ from torch.overrides import TorchFunctionMode
 from tpcore import nested
 from tpcore.layers.blocks import ALIGNED, products
 
-from ..plan.decisions import Cut
+from ..plan import rules as plan
+from ..plan.decisions import LINEAR, Cut
+from ..plan.rules import wildcard
 from .forwards import columns_by_owner, own_forward, with_forward
 
 _OF_TWO = frozenset({torch.matmul, torch.linalg.matmul, torch.bmm, Tensor.matmul, Tensor.__matmul__, Tensor.bmm})
@@ -85,3 +87,21 @@ def multiply_each_alone(model: nn.Module, cuts: list[Cut]) -> None:
                 return own(self, *args, **kwargs)
 
         module.__class__ = with_forward(original, forward)
+
+
+_IN_BLOCKS = LINEAR | {plan.EMBEDDING_ROW, plan.EMBEDDING_COLUMN, plan.SUMMED, plan.EXPERTS, plan.PARTIAL}
+
+
+def check_in_blocks(cuts: list[Cut], most: int, capacity_factor: float | None) -> None:
+    """One ValueError names all modules whose sums over ranks are not computed in ``most`` blocks."""
+    if capacity_factor is not None:
+        raise ValueError(
+            f"capacity_factor={capacity_factor} drops choices by rank: leave it out, or reproducible={most}"
+        )
+    wrong = {wildcard(cut.name): cut.style for cut in cuts if cut.style not in _IN_BLOCKS}
+    if wrong:
+        named = ", ".join(f"{name} ({style!r})" for name, style in wrong.items())
+        raise ValueError(
+            f"reproducible={most}: {named} add what a rank has in an order of its degree: leave that whole, "
+            f"plan={{{wildcard(next(iter(wrong)).rpartition('.')[0])!r}: 'replicate'}}, or reproducible out"
+        )

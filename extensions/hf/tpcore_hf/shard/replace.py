@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -29,6 +29,7 @@ from ..experts.layers import ShardedExperts
 from ..plan import rules as plan
 from ..plan.decisions import Cut
 from .forwards import go_around, select_heads, share_identity, sum_gradients
+from .trial import Made
 
 
 @contextmanager
@@ -56,11 +57,9 @@ def restored_if_refused(model: nn.Module) -> Iterator[None]:
         raise
 
 
-def replace(model: nn.Module, cuts: Iterable[Cut], over: Callable[[Cut], Comm]) -> list[ParallelModule]:
-    """Let each cut module become a parallel layer; returns these, whose Parameters are still whole. ``over``: the ranks
-    that have its parts."""
-    cuts = list(cuts)
-    layers = {}
+def layers_for(cuts: Iterable[Cut], over: Callable[[Cut], Comm]) -> Made:
+    """The parallel layers that cut modules are to become. ``over``: the ranks that have the parts of each."""
+    layers = dict[nn.Module, tuple[Cut, ParallelModule]]()
     for cut in cuts:
         try:
             layer = _parallel_layer(cut, over(cut))
@@ -68,6 +67,11 @@ def replace(model: nn.Module, cuts: Iterable[Cut], over: Callable[[Cut], Comm]) 
             raise ValueError(f"{cut.name}: {error}") from None
         if layer is not None:
             layers[cut.module] = cut, layer
+    return layers
+
+
+def replace(model: nn.Module, cuts: list[Cut], layers: Made, over: Callable[[Cut], Comm]) -> list[ParallelModule]:
+    """Let each cut module become its parallel layer; returns these, whose Parameters are still whole."""
     _check_ties(model, layers)
     _check_attached(model, cuts)
     for module, (_, layer) in layers.items():
@@ -171,7 +175,7 @@ def _embedding(old: nn.Module, **options: Any) -> ParallelModule:
     return layer
 
 
-def _check_ties(model: nn.Module, layers: Mapping[nn.Module, tuple[Cut, ParallelModule]]) -> None:
+def _check_ties(model: nn.Module, layers: Made) -> None:
     """ValueError if a tied Parameter is cut differently at its places, or not at all."""
     owners = defaultdict[nn.Parameter, list[tuple[nn.Module, str]]](list)
     for module in model.modules():

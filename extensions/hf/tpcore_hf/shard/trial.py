@@ -1,0 +1,136 @@
+"""A forward without values at the sizes of a rank, before any change: what fails there, and not whole, is refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tpcore import nested
+from tpcore.layers.adopt import is_hooked
+from tpcore.layers.module import ParallelModule
+from tpcore.private import FORWARD_HOOKS
+
+from ..plan import rules as plan
+from ..plan.decisions import CLOSES, OPENS, Cut, features, is_linear
+from ..plan.inputs import is_own, takes
+from ..plan.rules import Rule, general, rule_of
+
+Made = Mapping[nn.Module, tuple[Cut, ParallelModule]]
+_OTHER = {plan.HEADS_ARGUMENT, plan.PARAMETER_HEADS}
+"""Styles that change what a forward gets otherwise than by the sizes of a layer."""
+
+
+@dataclass
+class _Calls:
+    """Where a forward is. ``inside``: the modules that it has not left. ``open``: the layers whose features are a
+    rank's, and that no row layer has read yet."""
+
+    made: Made
+    inside: list[nn.Module] = field(default_factory=list)
+    open: list[Cut] = field(default_factory=list)
+
+    def enter(self, module: nn.Module, args: object) -> None:
+        self.inside.append(module)
+
+    def leave(self, module: nn.Module, args: object, output: object) -> None:
+        self.inside.pop()
+        cut, _ = self.made.get(module, (None, None))
+        if cut is not None and cut.style in OPENS:
+            self.open.append(cut)
+        elif cut is not None:
+            self.open.clear()
+
+
+def check_forward(
+    model: nn.Module, cuts: list[Cut], made: Made, user: Mapping[str, Rule], localize: Callable[[], None]
+) -> None:
+    """ValueError where the forward of a class that is not transformers' own, or by rules of a ``user``, does not take
+    the parts of features that the layers ``made`` give. ``localize``: sets how many heads a rank has. A forward that
+    needs values, or other inputs than tokens, says nothing; nor is one tried whose hooks would see it."""
+    ends = [cut for cut in cuts if cut.style in OPENS | CLOSES]
+    compared = is_own(model) and not any(rule_of(c.name, user) or _is_foreign(model, c.owner) for c in ends)
+    if compared or any(cut.style in _OTHER for cut in cuts) or any(map(is_hooked, model.modules())):
+        return
+    calls = _Calls({cut.module: made[cut.module] for cut in ends})
+    error = _error(model, calls, localize)
+    if error is not None and _error(model, _Calls({}), lambda: None) is None:
+        raise ValueError(_refusal(model, calls, error)) from error
+
+
+def _is_foreign(model: nn.Module, owner: str) -> bool:
+    return not type(model.get_submodule(owner)).__module__.startswith(("transformers.", "torch."))
+
+
+def _error(model: Any, calls: _Calls, localize: Callable[[], None]) -> Exception | None:
+    with _without_values(model, calls), torch.no_grad(), torch.device("meta"):
+        localize()
+        try:
+            inputs = nested.mapped(lambda t: t.to("meta"), dict(model.dummy_inputs))
+            model(**inputs) if all(takes(model, name) for name in inputs) else model(*inputs.values())
+        except Exception as error:  # noqa: BLE001  a foreign forward may raise any
+            return error
+    return None
+
+
+@contextmanager
+def _without_values(model: nn.Module, calls: _Calls) -> Iterator[None]:
+    """Inside, the tensors of ``model`` are on meta, those of the layers that were made of a rank's size."""
+    before = [(vars(module), dict(vars(module))) for module in model.modules()]
+    try:
+        for module in model.modules():
+            table = vars(module)
+            table.update({name: _unshared(value) for name, value in table.items()})
+            _, layer = calls.made.get(module, (None, module))
+            table["_parameters"] = {name: p if p is None else _empty(p) for name, p in layer._parameters.items()}
+            table.update(zip(FORWARD_HOOKS, ({-1: calls.enter}, {-1: calls.leave}), strict=True))
+            if "nf" in table and layer is not module:
+                table["nf"] = layer.get_parameter("weight").shape[1]
+        yield
+    finally:
+        for table, values in before:
+            table.clear()
+            table.update(values)
+
+
+def _empty(p: Tensor) -> nn.Parameter:
+    return nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=False)
+
+
+def _unshared(value: object) -> object:
+    """What a forward may change in place of ``value``: it is what it was afterwards."""
+    if isinstance(value, Tensor):
+        return value.to("meta")
+    if type(value) not in (dict, list, set):
+        return value
+    return {n: _unshared(v) for n, v in value.items()} if isinstance(value, dict) else copy.copy(value)
+
+
+def _refusal(model: nn.Module, calls: _Calls, error: Exception) -> str:
+    names = {module: name and general(model, name) for name, module in model.named_modules()}
+    inside = calls.inside[-1] if calls.inside else model
+    name, cut = names[inside] or "its forward", calls.made[inside][0] if inside in calls.made else None
+    text = str(error).rstrip(".")
+    said = f"{name} ({type(inside).__name__}) fails with what a rank has: {type(error).__name__}: {text}."
+    if not calls.open and cut is not None and cut.style in CLOSES:
+        return (
+            f"{said} It reads a part of its {features(cut.module)[0]} features by the style {cut.style!r}, and no "
+            f"'colwise' layer gave one: give the layer before it that style, or {name} {plan.ROW_SPLIT!r}"
+        )
+    given = {names[c.module]: features(c.module)[1] for c in calls.open}
+    parts = ", ".join(f"{layer} gives a part of its {count} features" for layer, count in given.items())
+    owner = names[model.get_submodule(calls.open[-1].owner)] if calls.open else names[inside]
+    heads = (
+        f". If {name} computes heads, their number is num_heads and their size head_dim of it, whose forward reads "
+        "there how many a rank has"
+    )
+    return (
+        f"{said} {parts or 'No layer gave a part'}, and no 'rowwise' layer has read it: give the one that does this "
+        f"style, or the others {plan.COLUMN_GATHERED!r}{'' if is_linear(inside) else heads}. "
+        f"plan={{{owner!r}: 'replicate'}} leaves it whole"
+    )

@@ -155,22 +155,23 @@ class FirstSteps:
 
     comm: Comm
     left: int = _STEPS
-    whole: list[ref[nn.Parameter]] = field(default_factory=list)
+    models: list[ref[nn.Module]] = field(default_factory=list)  # not of parameters, which torch then could not swap
 
     def watch(self, model: nn.Module) -> None:
         """Until then the rank's context has this, and no parameter."""
         if self.comm.eager:
-            marks = ((p, sharding(p)) for p in model.parameters() if p.is_floating_point() and not p.is_meta)
-            self.whole = [ref(p) for p, mark in marks if mark is None or not mark.axes]
+            self.models.append(ref(model))
             current().before_steps.append(self.compare)
 
     def compare(self, optimizer: torch.optim.Optimizer) -> None:
         """Collective over ``comm``, whose ranks all step."""
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        known = [p for made in self.whole if (p := made()) is not None]
-        gradients = [p.grad for p in known if id(p) in stepped and p.grad is not None and not p.grad.is_sparse]
+        models = [model for made in self.models if (model := made()) is not None]
+        marks = ((p, sharding(p)) for model in models for p in model.parameters() if id(p) in stepped)
+        whole = [p.grad for p, mark in marks if mark is None or not mark.axes]
+        gradients = [g for g in whole if g is not None and g.is_floating_point() and not g.is_sparse]
         self.left -= bool(gradients)
-        if not known or not self.left:
+        if not models or not self.left:
             current().before_steps.remove(self.compare)
         if not gradients or recorded(*gradients):
             return

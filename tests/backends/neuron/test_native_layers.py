@@ -130,6 +130,8 @@ def test_sparse_tensors_are_refused_before_backward(ranks: RankPool) -> None:
 
 def wide(ctx: ParallelContext) -> bool:
     x = torch.ones(2, 2, device=ctx.device)
+    with pytest.raises(RuntimeError, match=r"of the CPU and of neuron in one operator: move them by \.to\("):
+        torch.add(x, torch.ones(2, 2))
     with torch.inference_mode():
         assert not x[0].is_inference()  # as on any device: a view of a tensor from outside
         assert (x + 1).is_inference()
@@ -138,5 +140,5 @@ def wide(ctx: ParallelContext) -> bool:
     return True
 
 
-def test_float64_is_refused_with_its_name(ranks: RankPool) -> None:
+def test_tensors_of_the_cpu_and_float64_are_refused_with_what_to_do(ranks: RankPool) -> None:
     assert all(ranks.run(Mesh({"dp": 1, "tp": 2}), wide, **UNDER))

@@ -15,7 +15,7 @@ from tpcore.backend.interface import ProgramInfo
 from tpcore.private import make_wrapper, no_torch_function, schema_of, set_lazy
 from tpcore.settings import LOCAL_RANK
 
-from .limits import Refusals
+from .limits import REMEDIES, Refusals
 from .module import AskedModule, stand_for_package
 from .private import compiled_now, has_no_memory, make_device, tree_leaves, tree_map
 
@@ -155,7 +155,8 @@ class StandInDevice(AskedModule):
         if mine and operator.overloadpacket not in _MIXED:
             hosts = (x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dim())
             if any(not isinstance(x, DeviceTensor) for x in hosts):
-                raise RuntimeError(f"{operator}: tensors of the CPU and of {NAME} in one operator")
+                remedy = REMEDIES["other_device"]
+                raise RuntimeError(f"{operator}: tensors of the CPU and of {NAME} in one operator: {remedy}")
         out = self.on_memory(operator, tree_map(raw, args), tree_map(raw, kwargs), narrow=here)
         if not here:
             return out

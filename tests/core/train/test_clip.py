@@ -98,7 +98,7 @@ def test_gradients_of_a_zero1_are_averaged_before(ctx: ParallelContext, grad_dty
     first, second = (nn.Parameter(torch.ones(4)) for _ in range(2))
     optimizer = tpcore.Zero1(torch.optim.SGD, [("w", first), ("v", second)], lr=1.0, grad_dtype=grad_dtype)
     (first * (1 + 2 * ctx.rank)).sum().backward()
-    with pytest.raises(ValueError, match=r"of 1 parameters, and a Zero1 has the gradients of 2.*max_norm=\)"):
+    with pytest.raises(ValueError, match=r"of 1 parameter, and a Zero1 has the gradients of 2.*max_norm=\)"):
         tpcore.clip_grad_norm(first, 2.0)
     assert tpcore.clip_grad_norm([first, second], 2.0) == 4
     optimizer.step()

@@ -11,7 +11,7 @@ from typing import Any
 import pluggy
 
 from ..comm.observer import Observer, Observers
-from ..errors import BackendError
+from ..errors import BackendError, counted
 from ..layout.mesh import Mesh
 from ..log import log
 from .interface import INTERFACE, PROJECT, Backend, hookspec
@@ -119,6 +119,13 @@ def check_fits(backend: Backend, mesh: Mesh) -> None:
         raise BackendError(f"{name}: {why}")
     if misfit := backend.capabilities.misfit({**mesh.axes, "world": mesh.size}):
         raise ValueError(f"{name} cannot form {misfit}; this job is {dict(mesh.axes)}")
+
+
+def check_held(name: str, ranks: int, option: str) -> None:
+    """ValueError, which names ``option``, where this machine has no place for so many ranks of a backend."""
+    most = backend_class(name).most_ranks()
+    if most is not None and ranks > most:
+        raise ValueError(f"{option}={ranks}: this machine can hold {counted(most, 'rank')} of backend {name!r}")
 
 
 def backends() -> list[BackendInfo]:

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backend.registry import backend_class
+from ..backend.registry import backend_class, check_held
 from ..checkpoint.read.source import StrPath
 from ..checkpoint.storage.files import MANIFEST, make_dirs, naming, sync_dir, write_file
 from ..checkpoint.storage.publish import OwnedDirectory, Staging, link, resolve
-from ..errors import BackendError, CheckpointError, counted
+from ..errors import BackendError, CheckpointError
 from ..processes.launch import launch
 from ..runtime.init import choose_backend
 from .artifact import FORMAT, PROGRAMS, opened
@@ -125,9 +125,7 @@ def _check_degree(tp: Any, backend: str) -> None:
     untraced = None if cls.capabilities.tracing else f"it traces no models with torch {torch.__version__}"
     if why := cls.unavailable() or untraced:
         raise BackendError(f"backend {backend!r} cannot run traced models here: {why}")
-    most = cls.most_ranks()
-    if most is not None and tp > most:
-        raise ValueError(f"tp_degree={tp}: this machine can hold {counted(most, 'rank')} of backend {backend!r}")
+    check_held(backend, tp, "tp_degree")
 
 
 def call_of(inputs: Any) -> CallArguments:

@@ -14,7 +14,7 @@ from typing import Any
 
 import typer
 
-from tpcore.backend.registry import backend_class, check_fits, load_backend
+from tpcore.backend.registry import check_fits, check_held, load_backend
 from tpcore.c10d.supervision.rendezvous import host_store
 from tpcore.cli.console import echo
 from tpcore.errors import counted, described, extra
@@ -93,9 +93,7 @@ def refuse(folder: Path, tp: int, backend: str | None) -> None:
 
     name, mesh = backend or default_backend()[0], Mesh({"tp": tp})
     check_fits(load_backend(name), mesh)
-    most = backend_class(name).most_ranks()
-    if most is not None and tp > most:
-        raise ValueError(f"--tp {tp}: this machine can hold {counted(most, 'rank')} of backend {name!r}")
+    check_held(name, tp, "--tp")
     with torch.device("meta"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         model = AutoModelForCausalLM.from_config(config)

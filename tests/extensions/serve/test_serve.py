@@ -534,7 +534,7 @@ def run(*arguments: object) -> str:
 def test_what_cannot_be_served_is_said_before_anything_starts(folder: Path, tmp_path: Path) -> None:
     assert "has no config.json: it is no model in transformers' files" in run(tmp_path)
     assert "tp=5 does not fit LlamaForCausalLM" in run(folder, "--tp", 5)
-    assert "--tp 4096: this machine can hold" in run(folder, "--tp", 4096, "--backend", "cpu_gloo")
+    assert "--tp=4096: this machine can hold" in run(folder, "--tp", 4096, "--backend", "cpu_gloo")
     assert "no backend 'gpu' is installed; there are" in run(folder, "--backend", "gpu")
     assert "--dtype int9: there are auto, float32, bfloat16 and float16" in run(folder, "--dtype", "int9")
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -60,8 +60,8 @@ def watch_first(model: nn.Module, base: nn.Module, comm: Comm) -> None:
 
     if comm.size > 1:
         model.register_forward_pre_hook(partial(before, object()), with_kwargs=True, prepend=True)
-        steps = FirstSteps(comm)
-        steps.watch(base)
+        steps = FirstSteps(comm, ref(base))
+        steps.watch()
         FirstBackwards(comm, steps).watch(base)
 
 
@@ -154,24 +154,23 @@ class FirstSteps:
     """The gradients of a model's whole parameters where its first optimizers step: backward gave them alike."""
 
     comm: Comm
+    model: ref[nn.Module]  # and none of a parameter, which torch then could not swap
     left: int = _STEPS
-    models: list[ref[nn.Module]] = field(default_factory=list)  # not of parameters, which torch then could not swap
 
-    def watch(self, model: nn.Module) -> None:
-        """Until then the rank's context has this, and no parameter."""
+    def watch(self) -> None:
+        """Until then the rank's context has this."""
         if self.comm.eager:
-            self.models.append(ref(model))
             current().before_steps.append(self.compare)
 
     def compare(self, optimizer: torch.optim.Optimizer) -> None:
         """Collective over ``comm``, whose ranks all step."""
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        models = [model for made in self.models if (model := made()) is not None]
-        marks = ((p, sharding(p)) for model in models for p in model.parameters() if id(p) in stepped)
+        model = self.model()
+        marks = ((p, sharding(p)) for p in (() if model is None else model.parameters()) if id(p) in stepped)
         whole = [p.grad for p, mark in marks if mark is None or not mark.axes]
         gradients = [g for g in whole if g is not None and g.is_floating_point() and not g.is_sparse]
         self.left -= bool(gradients)
-        if not models or not self.left:
+        if model is None or not self.left:
             current().before_steps.remove(self.compare)
         if not gradients or recorded(*gradients):
             return

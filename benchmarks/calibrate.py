@@ -11,61 +11,34 @@ import argparse
 import math
 import os
 import platform
-import statistics
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from tpcore.comm.comm import Comm
-from tpcore.layout.mesh import Mesh
 from tpcore.processes.launch import launch
-from tpcore.runtime.context import ParallelContext
 from tpcore.runtime.init import choose_backend, init, shutdown
-from tpcore_plan.machine import Curve, Link, Machine
+from tpcore_plan.machine import Curve, Machine
 from tpcore_plan.meter import attention_flops, cost_of
 
 from .harness import say
+from .links import REDUCED, AllReduce, all_reduces, fitted, seconds_of
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 _MATMULS = tuple(2**k for k in range(6, 15))  # 64 to 16,384 rows
 _SLOWEST = 0.5  # seconds of a matmul after which no larger one is measured
-_REDUCED = tuple(2**k for k in range(10, 25, 2))  # bytes: 1 KiB to 16 MiB
 _COPIED = 2**26  # bytes, beyond the caches
-_OPERATORS, _TURNS = 300, 5
-_FASTEST = 1e-15  # seconds a byte, where larger tensors took no longer
-_WARM = 520  # calls: a group compares its first 512 with other ranks
+_OPERATORS = 300
 _aten = torch.ops.aten
 _WIDTH = 1024
 _SIZES = (2**18, 2**21, 2**23, 2**25)  # bytes of a tensor: from one in a core's cache to one beyond all caches
 _SAME_AS = {"softmax": "_softmax", "_safe_softmax": "_softmax", "sub": "add", "index_put": "index_select"}
 """Operators that are not run, and the one that they take the rate of."""
-
-
-@dataclass(frozen=True)
-class AllReduce:
-    """``seconds`` of one all-reduce of ``nbytes`` over ``ranks`` ranks."""
-
-    ranks: int
-    nbytes: int
-    seconds: float
-
-    @property
-    def steps(self) -> int:
-        """Of a ring."""
-        return 2 * (self.ranks - 1)
-
-    @property
-    def sent(self) -> float:
-        """Bytes that a rank sends in a ring."""
-        return self.steps / self.ranks * self.nbytes
 
 
 def calibrate(
@@ -89,7 +62,7 @@ def calibrate(
         far = launch(_measure, count, args=(name, seconds * 0.2, False), env={"TPCORE_SHM": "0"})[0][1]
         caveat = "sockets of one host, without a network"
     method = f"measured {date.today()}, torch {torch.__version__}, {count} ranks over {name}"
-    (inside, inside_text), (between, between_text) = _fitted(near), _fitted(far)
+    (inside, inside_text), (between, between_text) = fitted(near), fitted(far)
     source = dict.fromkeys(("per_host", "memory", "memory_bandwidth", "overhead", "attention"), method)
     source["flops"] = f"{method}: square matmuls, all ranks at once, less an operator's overhead"
     source |= {"inside": f"{method}: {inside_text}", "between": f"{method}: {between_text}; {caveat}"}
@@ -98,32 +71,6 @@ def calibrate(
     if path is not None:
         machine.write(path)
     return machine
-
-
-def fit(calls: Sequence[AllReduce]) -> tuple[Link, float]:
-    """The link whose ring fits the calls best, by least squares of relative errors, and the median of these."""
-    terms = np.array([[c.steps / c.seconds, c.sent / c.seconds] for c in calls])
-    latency, per_byte = np.linalg.lstsq(terms, np.ones(len(calls)), rcond=None)[0]
-    if latency < 0:  # then without one; and without the other where larger tensors took no longer
-        latency, per_byte = 0.0, _fit_one(terms[:, 1])
-    elif per_byte < _FASTEST:
-        latency, per_byte = _fit_one(terms[:, 0]), _FASTEST
-    error = statistics.median(abs(terms @ [latency, per_byte] - 1).tolist())
-    return Link(float(latency), float(1 / per_byte)), error
-
-
-def _fit_one(terms: Any) -> float:
-    """The factor that brings all terms nearest to 1."""
-    return float(terms.sum() / (terms @ terms))
-
-
-def _fitted(calls: Sequence[AllReduce]) -> tuple[Link, str]:
-    """The link, and how it was found: the fit over all groups, and the links over the groups of each size."""
-    link, error = fit(calls)
-    links = ((n, fit([c for c in calls if c.ranks == n])[0]) for n in sorted({c.ranks for c in calls}))
-    groups = (f"of {n}: {x.latency * 1e6:.3g} us a step and {x.bandwidth / 1e6:.4g} MB/s" for n, x in links)
-    span = f"all-reduces of {calls[0].nbytes:,} to {calls[-1].nbytes:,} bytes fitted, median error {error:.0%}"
-    return link, f"{span}; groups {', '.join(groups)}"
 
 
 # -- in a rank ------------------------------------------------------------------------------------------
@@ -146,17 +93,17 @@ def _measure(backend: str, seconds: float, everything: bool) -> tuple[str, list[
         if not ctx.world.eager:
             raise ValueError(f"{backend} compiles its programs, so a step's parts cannot be measured: name a machine")
         device = ctx.device
-        share = seconds / (len(_DTYPES) * len(_MATMULS) + 2 * len(_REDUCED) * math.log2(ctx.world.size + 1) + 80)
+        share = seconds / (len(_DTYPES) * len(_MATMULS) + 2 * len(REDUCED) * math.log2(ctx.world.size + 1) + 80)
         calls = all_reduces(ctx, share)
         if not everything:
             return device.type, calls, {}
         overhead = _overhead(ctx.world, device)
         flops = {str(d).removeprefix("torch."): _rates(d, ctx.world, device, overhead, share) for d in _DTYPES}
         target, source = (torch.ones(_COPIED, dtype=torch.uint8, device=device) for _ in range(2))
-        bandwidth = 2 * _COPIED / _time(partial(target.copy_, source), share, ctx.world)
+        bandwidth = 2 * _COPIED / seconds_of(partial(target.copy_, source), share, ctx.world)
         count, run = _attention(device)
         fields: dict[str, Any] = {"flops": flops, "memory_bandwidth": bandwidth, "overhead": overhead}
-        fields["attention"] = count / _time(run, share, ctx.world) / max(rate for _, rate in flops["float32"])
+        fields["attention"] = count / seconds_of(run, share, ctx.world) / max(rate for _, rate in flops["float32"])
         fields["operators"] = _bandwidths(ctx.world, device, overhead, share)
         fields["memory"] = _memory(device, ctx.world.size)
         return device.type, calls, fields
@@ -164,32 +111,11 @@ def _measure(backend: str, seconds: float, everything: bool) -> tuple[str, list[
         shutdown()
 
 
-def all_reduces(ctx: ParallelContext, seconds: float) -> list[AllReduce]:
-    """Over groups of 2, 4, ... ranks at once, and over all ranks; ``seconds`` for each. Collective over the job."""
-    world = ctx.world.size
-    sizes = sorted({world, *(n for n in (2, 4, 8, 16, 32, 64) if n < world and world % n == 0)})
-    return [call for n in sizes for call in _all_reduces(ctx, {"dp": world // n, "tp": n}, "tp", seconds)]
-
-
-def between_hosts(ctx: ParallelContext, per_host: int, seconds: float) -> list[AllReduce]:
-    """As ``all_reduces`` over groups of one rank of each host at once: ``fit`` of it is a machine's ``between``."""
-    return _all_reduces(ctx, {"dp": ctx.world.size // per_host, "tp": per_host}, "dp", seconds)
-
-
-def _all_reduces(ctx: ParallelContext, axes: Mapping[str, int], axis: str, seconds: float) -> list[AllReduce]:
-    comm = ctx.backend.comm(Mesh(axes).group(axis), ctx.rank)
-    scalar = torch.ones(1, device=ctx.device)
-    for _ in range(_WARM):
-        comm.all_reduce(scalar)
-    tensors = ((n, torch.ones(n // 4, device=ctx.device)) for n in _REDUCED)
-    return [AllReduce(comm.size, n, _time(partial(comm.all_reduce, x), seconds, ctx.world)) for n, x in tensors]
-
-
 def _rates(dtype: torch.dtype, world: Comm, device: torch.device, overhead: float, seconds: float) -> Curve:
     points = []
     for n in _MATMULS:
         a, b = (torch.ones(n, n, dtype=dtype, device=device) for _ in range(2))
-        elapsed = _time(partial(torch.mm, a, b), seconds, world)
+        elapsed = seconds_of(partial(torch.mm, a, b), seconds, world)
         # an operator's overhead counts apart; what is left of a small one is at least a part of it
         points.append((2.0 * n**3, 2.0 * n**3 / max(elapsed - overhead, elapsed / 4)))
         if elapsed * 8 > _SLOWEST:
@@ -204,7 +130,7 @@ def _bandwidths(world: Comm, device: torch.device, overhead: float, seconds: flo
         x, y, z = (torch.rand(size // 4 // _WIDTH, _WIDTH, device=device) + 0.5 for _ in range(3))
         for packet, args in _calls(x, y, z):
             name, _, nbytes = cost_of(packet, args, {}, packet(*args))
-            elapsed = _time(partial(packet, *args), seconds, world)
+            elapsed = seconds_of(partial(packet, *args), seconds, world)
             samples.setdefault(name, []).append((nbytes, nbytes / max(elapsed - overhead, elapsed / 4)))
     curves = {name: tuple(points) for name, points in samples.items()}
     return curves | {name: curves[other] for name, other in _SAME_AS.items()}
@@ -220,31 +146,7 @@ def _overhead(world: Comm, device: torch.device) -> float:
             y = y * x
         return y.detach()
 
-    return _time(chain, 0.2, world) / _OPERATORS
-
-
-def _time(run: Callable[[], Any], seconds: float, comm: Comm) -> float:
-    """The time of a run, the slowest rank's: of turns the median, in a turn the mean, since where ranks share a core a
-    short run is alone on it and waits between two. All ranks make as many runs, in ``seconds``."""
-    scalar = torch.ones(1, device=comm.position.device)
-    comm.all_reduce(scalar)  # all begin together
-    times = int(seconds / max(_longest(_time_of(run, 2), comm), 1e-7))
-    per_turn = min(max(times // _TURNS, 1), 2000 // _TURNS)
-    comm.all_reduce(scalar)
-    return statistics.median(_longest(_time_of(run, per_turn), comm) for _ in range(_TURNS))
-
-
-def _time_of(run: Callable[[], Any], times: int) -> float:
-    start = time.perf_counter()
-    for _ in range(times):
-        y = run()
-    (y[0] if isinstance(y, tuple) else y).flatten()[:1].cpu()  # an accelerator computes behind its host
-    return (time.perf_counter() - start) / times
-
-
-def _longest(seconds: float, comm: Comm) -> float:
-    """The longest of all ranks."""
-    return float(comm.all_reduce(torch.tensor([seconds], device=comm.position.device), "max"))
+    return seconds_of(chain, 0.2, world) / _OPERATORS
 
 
 def _memory(device: torch.device, ranks: int) -> int:

@@ -36,8 +36,9 @@ from tpcore_plan.machine import Machine
 from tpcore_plan.predict import Prediction, predict
 from tpcore_plan.reduced import Reduced, Ways
 
-from .calibrate import calibrate, fit
+from .calibrate import calibrate
 from .harness import conditions, grown, resident, say
+from .links import fit
 from .plan_hosts import measured, on_hosts
 from .plan_published import compare_published
 from .probe import Probe, probed
@@ -283,8 +284,7 @@ def main() -> None:
     parser.add_argument("--published", action="store_true", help="public runs instead of this machine")
     options = parser.parse_args()
     if options.published:
-        compare_published()
-        return
+        return compare_published()
     os.environ.setdefault("TPCORE_CHECK", "0")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     machine = None if options.machine is None else Machine.read(options.machine)

@@ -23,8 +23,8 @@ from typing import Any
 import tpcore
 from tpcore_plan.machine import Machine
 
-from .calibrate import AllReduce, between_hosts, fit
 from .harness import conditions, say
+from .links import AllReduce, between_hosts, fit
 
 HOSTS, LIMIT = 2, 600.0  # seconds, against hangs alone
 

@@ -12,7 +12,8 @@ from typing import Any
 import psutil
 import pytest
 
-from benchmarks.calibrate import AllReduce, calibrate, fit
+from benchmarks.calibrate import calibrate
+from benchmarks.links import AllReduce, fit
 from benchmarks.plan_published import FITTED as SEEN
 from benchmarks.plan_published import KEPT, RUNS, Models, Run
 from tpcore_explain.summary import save_pictures

@@ -38,14 +38,18 @@ def check_ids(ids: Tensor, size: int, what: str, ignore: int | None = None, *, r
         return
     while is_wrapped(ids):  # vmap reads no values
         ids = unwrapped(ids)
-    if not ids.numel():
-        return
-    low, high = (int(v) for v in torch.aminmax(ids))
-    if ignore is not None and (low < 0 or high >= size):
-        low, high = (int(v) for v in torch.aminmax(ids.masked_fill(ids == ignore, 0)))
-    if low < 0 or high >= size:
+    bounds = _beyond(ids, size)
+    if bounds and ignore is not None:
+        bounds = _beyond(ids.masked_fill(ids == ignore, 0), size)
+    if bounds:
         ignored = "" if ignore is None else f" (ignore_index={ignore})"
-        raise IndexError(f"{what}: ids from {low} to {high} do not fit a vocabulary of {size}{ignored}")
+        raise IndexError(f"{what}: ids from {bounds[0]} to {bounds[1]} do not fit a vocabulary of {size}{ignored}")
+
+
+def _beyond(ids: Tensor, size: int) -> tuple[int, int] | None:
+    """The least and the largest id, unless all are in ``range(size)``."""
+    low, high = (int(v) for v in torch.aminmax(ids)) if ids.numel() else (0, 0)
+    return (low, high) if low < 0 or high >= size else None
 
 
 def own_places(ids: Tensor, width: int, comm: Comm) -> tuple[Tensor, Tensor]:

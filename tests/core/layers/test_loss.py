@@ -77,13 +77,14 @@ def test_masked_logits(ctx: ParallelContext, masked: float) -> None:
     torch.testing.assert_close(grad, whole.grad.chunk(2, -1)[ctx.coord("tp")], rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("ignored", [-100, 8])  # and the id that comes after the last
 @each_rank(dp=1, tp=2)
-def test_ignored_tokens_take_no_gradient_even_from_a_mean_of_nothing(ctx: ParallelContext) -> None:
+def test_ignored_tokens_take_no_gradient_even_from_a_mean_of_nothing(ctx: ParallelContext, ignored: int) -> None:
     """sum / 0 sends inf back; 0 * inf would be nan."""
-    target = torch.full((3,), -100)
+    target = torch.full((3,), ignored)
     part = mine(torch.randn(3, 8), ctx)
-    out = tpcore.parallel_cross_entropy(part, target)
-    (out.sum() / (target != -100).sum()).backward()
+    out = tpcore.parallel_cross_entropy(part, target, ignore_index=ignored)
+    (out.sum() / (target != ignored).sum()).backward()
     assert part.grad is not None
     assert not part.grad.any()
 

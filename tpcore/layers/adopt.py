@@ -124,7 +124,7 @@ def _partly(layer: ParallelModule, plain: nn.Module) -> Iterator[str]:
 
 def _of_subclass(kind: type[nn.Module]) -> Iterator[str]:
     """What classes derived from torch's, or from transformers', add to it, or have of their own."""
-    for part in kind.__mro__:
+    for part in kind.__mro__:  # by the place, for a user's class may derive from any of theirs
         if part.__module__.startswith(("torch.nn.", "transformers.")):
             return
         yield from (name for name in vars(part) if not name.startswith("__") and name not in _ANY_SUBCLASS)

@@ -39,6 +39,7 @@ from .plan.model import checked_model, rules_of
 from .plan.padded import with_padding
 from .plan.rules import Rule, checked, rule_of
 from .plan.stages import into_stages, number_of_stages
+from .private import of_transformers
 from .sequence.context_parallel import context_of, cut_context
 from .sequence.sequence_parallel import cut_sequence
 from .shard import quantized
@@ -260,7 +261,7 @@ def _connect(
         if hasattr(part, "save_pretrained"):  # a model of transformers, the outermost or one inside
             count_whole(part)
             part.__dict__["_init_weights"] = partial(initialized, fn=cast(Any, part)._init_weights)
-            if cast(Any, type(part)).save_pretrained.__module__.startswith("transformers."):
+            if of_transformers(cast(Any, type(part)).save_pretrained):
                 part.__dict__["save_pretrained"] = save or MethodType(save_whole, part)
     return whole
 

@@ -12,6 +12,12 @@ PASSES_OTHERS = "_is_expert_parallel"
 """Of experts that pass by the numbers of others: releases before 5.23 have none."""
 
 
+def of_transformers(part: Any) -> bool:
+    """Whether a class or a function is transformers' own: a user's may derive from any of them, so that the name of its
+    module is all that tells."""
+    return str(getattr(part, "__module__", "")).startswith("transformers.")
+
+
 def set_experts(config: Any, name: str) -> None:
     if hasattr(config, EXPERTS):
         setattr(config, EXPERTS, name)

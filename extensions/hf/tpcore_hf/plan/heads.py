@@ -77,7 +77,8 @@ def grouped(name: str, owner: nn.Module, size: int, queries: int) -> tuple[Block
     if hasattr(owner, "kv_lora_rank") and isinstance(count, int) and size % count == 0:
         return Block(size, size // count), Need(name, count, "heads")  # of latent attention, in no common size
     names = name.split(".")  # of a layer, and of what it may be in
-    unit = getattr(owner, "v_head_dim", None) if "v_proj" in names else None  # values may be wider than keys
+    # values may be wider than keys, and plans of transformers know projections by these names alone
+    unit = getattr(owner, "v_head_dim", None) if "v_proj" in names else None
     unit = unit if isinstance(unit, int) else head_size(owner)
     if unit is None or size % unit:
         return Block(size), Need(name, size, "features")

@@ -14,6 +14,8 @@ from torch import nn
 from tpcore.layers.adopt import HOOKED
 from tpcore.private import BACKWARD_HOOKS, FORWARD_HOOKS
 
+from ..private import of_transformers
+
 OURS = ("tpcore.", "tpcore_")
 _OWN = ("transformers.", *OURS, "torch.")
 """Where the functions are of which a forward of transformers consists, its decorators with it."""
@@ -30,7 +32,7 @@ def is_own(module: nn.Module) -> bool:
         inside.append(function)
         function = getattr(function, "__wrapped__", function)
     own = bool(inside) and function in inside
-    return own and type(module).__module__.startswith("transformers.") and "forward" not in vars(module)
+    return own and of_transformers(type(module)) and "forward" not in vars(module)
 
 
 def is_known(module: nn.Module) -> bool:
@@ -70,6 +72,7 @@ def _definition_of(function: Callable[..., Any]) -> ast.stmt | None:
 def argument_of_calls(module: nn.Module, children: set[str]) -> str | None:
     """The argument that the forward of a module of transformers passes to each of ``children``, and of which it reads
     only the shape otherwise; None if there is none."""
+    # of the source, for no run shows what a forward does not read: what is not found costs collectives, and no number
     forward = type(module).forward
     tree = _definition_of(inspect.unwrap(forward)) if is_own(module) else None
     nodes = [] if tree is None else ast.walk(tree)

@@ -18,7 +18,7 @@ from tpcore.runtime.context import current
 from tpcore.runtime.digests import WHOLE_BATCH, are_read, compare_ranks
 
 from .. import private
-from ..plan.inputs import CACHES, is_refilled, is_watched, named, takes
+from ..plan.inputs import CACHES, OURS, is_refilled, is_watched, named, takes
 from ..shard.logits import Logits
 
 IGNORED = -100
@@ -258,8 +258,8 @@ class SequenceLoss:
 
     def __init__(self, inner: Callable[..., Tensor], context: DealtTokens) -> None:
         self._inner, self._context = inner, context
-        # of which it is known that it counts
-        self._sums = str(getattr(inner, "__module__", "")).startswith(("transformers.", "tpcore.", "tpcore_"))
+        # of which it is known that it counts: others are tried once
+        self._sums = private.of_transformers(inner) or str(getattr(inner, "__module__", "")).startswith(OURS)
 
     def __call__(
         self,

@@ -199,6 +199,7 @@ def _cut_block(
 
 def _mixes(module: nn.Module) -> bool:
     """Whether it might compute with several tokens."""
+    # of transformers' own classes with parameters these are known by their names alone; a user's are not known
     normed = isinstance(module, ParallelModule) or any(word in type(module).__name__ for word in ("Norm", "Scale"))
     return not is_known(module) or not (normed or not [*module.parameters(recurse=False)])
 

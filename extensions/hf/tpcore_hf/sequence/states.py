@@ -30,6 +30,7 @@ from ..shard.forwards import with_forward
 
 def _functions(module: nn.Module) -> dict[str, Callable[..., Any]]:
     """By the names under which the forward of a layer of transformers calls them: what takes its place."""
+    # scans are functions, of which no module and no configuration tells: their names in a forward are all there is
     called = inspect.unwrap(type(module).forward).__code__.co_names if is_own(module) else ()
     return {name: _PASSING[name] for name in called if name in _PASSING}
 

@@ -93,7 +93,8 @@ def drop_by_rank(model: nn.Module, cuts: list[Cut], rules: Mapping[str, Rule]) -
 
 
 def _drops(model: nn.Module) -> bool:
-    """Whether a dropout is on, by the names of options: a compiled forward cannot ask each call."""
+    """Whether a dropout is on, by the names of options, all that configurations and modules have in common: a compiled
+    forward cannot ask each call."""
     options = [vars(module) for module in model.modules()]
     options += [vars(m.config) for m in model.modules() if hasattr(getattr(m, "config", None), "__dict__")]
     numbers = (v for o in options for k, v in o.items() if "drop" in k and isinstance(v, int | float))

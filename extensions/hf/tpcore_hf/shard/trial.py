@@ -20,6 +20,7 @@ from ..plan import rules as plan
 from ..plan.decisions import CLOSES, OPENS, Cut, features, is_linear
 from ..plan.inputs import is_own, takes
 from ..plan.rules import Rule, general, rule_of
+from ..private import of_transformers
 
 Made = Mapping[nn.Module, tuple[Cut, ParallelModule]]
 _OTHER = {plan.HEADS_ARGUMENT, plan.PARAMETER_HEADS}
@@ -64,7 +65,8 @@ def check_forward(
 
 
 def _is_foreign(model: nn.Module, owner: str) -> bool:
-    return not type(model.get_submodule(owner)).__module__.startswith(("transformers.", "torch."))
+    kind = type(model.get_submodule(owner))
+    return not (of_transformers(kind) or kind.__module__.startswith("torch."))
 
 
 def _error(model: Any, calls: _Calls, localize: Callable[[], None]) -> Exception | None:

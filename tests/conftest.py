@@ -20,6 +20,7 @@ from helpers.rank_pool import RankPool
 from helpers.selection import XLA, Selection
 from hypothesis import HealthCheck, settings
 
+import tpcore
 from tpcore.settings import CHECK, changed
 from tpcore.testing import run_ranks
 
@@ -97,3 +98,15 @@ def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
 def ranks() -> Callable[..., list[Any]]:
     """``ranks(mesh, fn, *args)`` calls ``fn(ctx, *args)`` on every rank."""
     return lambda mesh, fn, *args: run_ranks(mesh, lambda ctx: fn(ctx, *args))
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No launcher's environment, and nothing left initialized."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TPCORE_BACKEND", "TPCORE_TIMEOUT"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    left = tpcore.is_initialized()
+    if left:
+        tpcore.shutdown()
+    assert not left

@@ -114,17 +114,13 @@ class Logprobs(ContinuousBatchingLogitsProcessorList):
 
     def __call__(self, input_ids: Any, scores: Any, logits_processor_args: Tensor) -> Tensor:
         chosen = super().__call__(input_ids, scores, logits_processor_args)
-        asked = [i for i, state in enumerate(self._states) if _asks(state)]
+        asked = [i for i, state in enumerate(self._states) if "logprobs" in state.logit_processor_kwargs]
         if asked:
             counts = [self._states[i].logit_processor_kwargs["logprobs"] for i in asked]
             for i, each in zip(asked, taken(self._new[asked], chosen[asked].argmax(-1).tolist(), counts), strict=True):
                 self._states[i].logprobs.append(each)
         self._new = None
         return chosen
-
-
-def _asks(state: Any) -> bool:
-    return "logprobs" in state.logit_processor_kwargs
 
 
 class Likelihood(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,19 +14,7 @@ from tpcore.backend.registry import backend_class, load_backend
 from tpcore.errors import BackendError
 from tpcore.testing.kit.launched import Launched
 
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No launcher's environment, and nothing left initialized."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TPCORE_BACKEND", "TPCORE_TIMEOUT"):
-        monkeypatch.delenv(name, raising=False)
-    yield
-    left = tpcore.is_initialized()
-    if left:
-        tpcore.shutdown()
-    assert not left
-
-
+pytestmark = pytest.mark.usefixtures("alone")
 GOOD = """
     from tpcore.backend import hookimpl
     from tpcore.testing.threads import ThreadBackend, ThreadWorld

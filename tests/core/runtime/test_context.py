@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -16,6 +16,8 @@ from tpcore.runtime.context import ParallelContext
 from tpcore.runtime.init import mesh_of
 from tpcore.testing import ThreadBackend, run_ranks
 from tpcore.testing.threads import ThreadWorld
+
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 class Recorded(ThreadBackend):
@@ -34,18 +36,6 @@ class Recorded(ThreadBackend):
 
     def stop(self) -> None:
         self.log.append("stop")
-
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No launcher's environment, and nothing left initialized."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TPCORE_BACKEND", "TPCORE_TIMEOUT"):
-        monkeypatch.delenv(name, raising=False)
-    yield
-    left = tpcore.is_initialized()
-    if left:
-        tpcore.shutdown()
-    assert not left
 
 
 # -- init --------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import partial
+from operator import methodcaller
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -207,7 +207,7 @@ class StatusStore:
         self._do(lambda store: store.set("closing", ""))
         deadline = time.monotonic() + self._seconds
         while time.monotonic() < deadline and (keys := [f"left/{r}" for r in others()]):
-            if self._do(partial(_has, keys)) is not False:
+            if self._do(methodcaller("check", keys)) is not False:
                 return
             time.sleep(0.01)
 
@@ -255,10 +255,6 @@ class StatusStore:
         if self.place is not None and not answers(*self.place):
             host, port = self.place
             self.trouble, self.cut_off = f"the job's store at {host}:{port} cannot be reached", True
-
-
-def _has(keys: list[str], store: dist.Store) -> bool:
-    return store.check(keys)
 
 
 def _verdict(data: str | None) -> Verdict | None:

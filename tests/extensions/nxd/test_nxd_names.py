@@ -28,7 +28,6 @@ from tpcore.layout.mesh import Mesh
 from tpcore.runtime.context import ParallelContext
 from tpcore.testing import run_ranks
 from tpcore_nxd import parallel_layers as pl
-from tpcore_nxd import trace
 from tpcore_nxd.modules import GQAQKVColumnParallelLinear
 from tpcore_nxd.operators.argmax import argmax
 from tpcore_nxd.operators.topk import topk
@@ -413,39 +412,3 @@ def test_master_copies_count_as_cut(ctx: ParallelContext) -> None:
     pl.copy_tensor_model_parallel_attributes(destination_tensor=master, source_tensor=layer.weight)
     assert master.partition_dim == 0
     assert pl.clip_grad_norm(master, 1e9, 1) == 16  # all of them
-
-
-# -- tracing: options of a compiler, and two names for one argument ---------------------------------------------
-@pytest.mark.slow
-@pytest.mark.processes
-@pytest.mark.usefixtures("default_checks")
-def test_options_of_a_compiler_that_is_not_here(
-    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", "tpcore")
-    with trace.parallel_model_trace(
-        lambda: pl.ColumnParallelLinear(8, 4, init_method=torch.nn.init.ones_),
-        example_inputs=torch.ones(2, 8),
-        tp_degree=2,
-        backend="cpu_gloo",
-        compiler_args="--model-type=transformer -O1",
-        compiler_workdir="work",
-        inline_weights_to_neff=True,
-        timeout=60,
-    ) as model:
-        assert model.timeout == 60
-        assert model(torch.ones(2, 8)).shape == (2, 4)
-    assert capfd.readouterr().err.count("has no compiler, and compiler_args") == 1  # of both ranks' processes
-    assert caplog.text.count("inline_weights_to_neff=True") == 1
-
-
-@pytest.mark.parametrize("given", [{}, {"inputs": torch.ones(1), "example_inputs": torch.ones(1)}])
-def test_tracing_takes_inputs_by_one_name(given: dict[str, Any]) -> None:
-    with pytest.raises(TypeError, match="inputs and example_inputs are two names"):
-        trace.parallel_model_trace(torch.nn.Identity, **given, backend="cpu_gloo")
-
-
-@pytest.mark.parametrize("given", [{}, {"load_dir": "a", "model_dir": "b"}])
-def test_loading_takes_one_directory(given: dict[str, Any]) -> None:
-    with pytest.raises(TypeError, match="load_dir and model_dir are two names"):
-        trace.parallel_model_load(**given)

@@ -81,7 +81,7 @@ class Comm:
     def __reduce__(self) -> str:
         raise TypeError(
             f"{type(self).__name__} over {self.group.axes} is a live connection and cannot be pickled: "
-            "save model.state_dict() instead of the model"
+            "tpcore.checkpoint.save writes the state of its model, and copy.deepcopy copies it"
         )
 
     def all_reduce(self, x: Tensor, op: Op = "sum", *, donate: bool = False) -> Tensor:

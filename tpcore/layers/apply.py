@@ -8,20 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..layout.layout import Layout
 from ..private import TorchDispatchMode, schema_of
-from .adopt import twin
+from .adopt import is_hooked
 from .module import ParallelModule
-from .sharding import sharding
+from .sharding import Sharding, sharding, stamp
 
 
 def init_weights(model: nn.Module, fn: Callable[[nn.Module], object]) -> nn.Module:
     """``model.apply(fn)``, where each rank gets its part of what ``fn`` does to whole modules; returns the model.
 
-    ``fn`` gets what ``apply`` of the unsharded model gives it, in that order: for a sharded layer a module of the kind
-    that it was made of (``nn.Linear``, ``nn.Embedding``, transformers' ``Conv1D``), with the present whole values on
-    the CPU. Every rank draws the random numbers of the unsharded model, so that the same seed gives the same values
-    at every degree. One layer's whole is in memory at a time. Collective over the ranks of the layers. ValueError for a
-    model on stages, of which a rank has not all modules: initialize it before it is sharded.
+    ``fn`` gets the model's modules, in the order of ``apply``. Until it returns a sharded layer is of the kind that it
+    was made of (``nn.Linear``, ``nn.Embedding``, transformers' ``Conv1D``), with the present whole values on the CPU.
+    Every rank draws the random numbers of the unsharded model, so that the same seed gives the same values at every
+    degree. One layer's whole is in memory at a time. Collective over the ranks of the layers. ValueError for a model on
+    stages, of which a rank has not all modules: initialize it before it is sharded.
     """
     for name, p in model.named_parameters():
         mark = sharding(p)
@@ -40,15 +41,40 @@ def initialized(module: nn.Module, fn: Callable[[nn.Module], object]) -> None:
         with _Inside(module):
             fn(module)
         return
-    whole: Any = twin(module)
-    whole.__class__ = module.plain_type
-    for name in module.shard_specs:
-        p = module.get_parameter(name)
-        whole._parameters[name] = nn.Parameter(module.sharding_of(name).whole(p), requires_grad=p.requires_grad)
-    fn(whole)
-    for name in module.shard_specs:
-        p = module.get_parameter(name)
-        p.copy_(module.part_of(name, whole.get_parameter(name)))
+    kind, of = type(module), [(n, module.get_parameter(n), module.sharding_of(n)) for n in module.shard_specs]
+    parts = [p.detach() for _, p, _ in of]
+    refusal = module.register_forward_pre_hook(_refuse_call, prepend=True) if is_hooked(module) else None
+    try:
+        for (name, p, mark), part in zip(of, parts, strict=True):
+            module._parameters[name] = _filled(p, mark.whole(part))
+            stamp(p, Sharding(Layout(mark.layout.shape), mark.ctx))
+        module.__class__ = module.plain_type
+        fn(module)
+        for (name, _, mark), part in zip(of, parts, strict=True):
+            part.copy_(mark.part(module.get_parameter(name)))
+    finally:
+        module.__class__ = kind
+        for (name, p, mark), part in zip(of, parts, strict=True):
+            module._parameters[name], p.data = p, part
+            stamp(p, mark)
+        if refusal is not None:
+            refusal.remove()
+
+
+def _filled(p: nn.Parameter, whole: Tensor) -> nn.Parameter:
+    """``p`` itself, for those who know it, with the values of ``whole``; another if its device has no such tensors."""
+    try:
+        p.data = whole
+    except RuntimeError:
+        return nn.Parameter(whole, requires_grad=p.requires_grad)
+    return p
+
+
+def _refuse_call(module: nn.Module, args: Any) -> None:
+    raise ValueError(
+        f"init_weights: the function calls a {type(module).__name__} that is sharded, and whose hooks take parts: "
+        "compute from its weight, or initialize the model before it is sharded"
+    )
 
 
 class _Inside(TorchDispatchMode):

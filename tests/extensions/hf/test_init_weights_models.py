@@ -80,6 +80,40 @@ def test_a_model_on_meta_gets_transformers_own_values(name: str) -> None:
     run_ranks(Mesh({"tp": 2}), rank)
 
 
+def by_place(model: nn.Module) -> Callable[[nn.Module], None]:
+    """By what a script knows of the modules and Parameters that the model has: their names, and what is around them."""
+    names, weights = {m: name for name, m in model.named_modules()}, {p: name for name, p in model.named_parameters()}
+    around = {id(child): type(m).__name__ for m in model.modules() for child in m.children()}
+
+    def fill(module: nn.Module) -> None:
+        module.visited = names[module]  # type: ignore[assignment]
+        for p in module.parameters(recurse=False):
+            nn.init.normal_(p, len(weights[p]), len(around[id(module)]))
+
+    return fill
+
+
+def test_a_function_meets_the_modules_and_parameters_of_the_model() -> None:
+    model = MODELS["mixtral"]()
+    whole = copy.deepcopy(model)
+    torch.manual_seed(5)
+    whole.apply(by_place(whole))
+
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        mine = tpcore.parallelize(copy.deepcopy(model))
+        before = [(m, type(m), id(p), p.shape) for m in mine.modules() for p in m.parameters(recurse=False)]
+        tpcore.random.manual_seed(5)
+        tpcore.init_weights(mine, by_place(mine))
+        for key, p in mine.named_parameters():
+            assert torch.equal(p, hf.part(whole.get_parameter(key).detach(), p)), key
+        with pytest.raises(ValueError, match="calls a Linear that is sharded, and whose hooks take parts"):
+            tpcore.init_weights(mine, lambda m: m(torch.ones(1, 32)) if isinstance(m, nn.Linear) else None)
+        assert [(m, type(m), id(p), p.shape) for m in mine.modules() for p in m.parameters(recurse=False)] == before
+        assert all(m.visited == name for name, m in mine.named_modules())
+
+    run_ranks(Mesh({"tp": 2}), rank)
+
+
 def from_outside(module: nn.Module) -> None:
     """As GPT-2's own function once did: a module fills what is inside of it."""
     for name, p in module.named_parameters():

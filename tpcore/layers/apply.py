@@ -41,6 +41,7 @@ def initialized(module: nn.Module, fn: Callable[[nn.Module], object]) -> None:
         with _Inside(module):
             fn(module)
         return
+    layer: nn.Module = module  # not of the class of a layer while it shows its whole
     kind, of = type(module), [(n, module.get_parameter(n), module.sharding_of(n)) for n in module.shard_specs]
     parts = [p.detach() for _, p, _ in of]
     refusal = module.register_forward_pre_hook(_refuse_call, prepend=True) if is_hooked(module) else None
@@ -48,12 +49,12 @@ def initialized(module: nn.Module, fn: Callable[[nn.Module], object]) -> None:
         for (name, p, mark), part in zip(of, parts, strict=True):
             module._parameters[name] = _filled(p, mark.whole(part))
             stamp(p, Sharding(Layout(mark.layout.shape), mark.ctx))
-        module.__class__ = module.plain_type
+        layer.__class__ = module.plain_type
         fn(module)
         for (name, _, mark), part in zip(of, parts, strict=True):
             part.copy_(mark.part(module.get_parameter(name)))
     finally:
-        module.__class__ = kind
+        layer.__class__ = kind
         for (name, p, mark), part in zip(of, parts, strict=True):
             module._parameters[name], p.data = p, part
             stamp(p, mark)

@@ -120,12 +120,12 @@ def parallel_logsumexp(logits: Tensor, *, vocab_size: int | None = None, group: 
 def parallel_entropy(logits: Tensor, *, vocab_size: int | None = None, group: Any = None) -> Tensor:
     """The entropy of ``softmax(whole, -1)`` in nats: ``[...]``, the same on every rank, in float32 or wider.
 
-    A word of logit -inf adds nothing. Arguments and errors: as in ``gather_logits``.
+    A word of no probability, as of logit -inf, adds nothing. Arguments and errors: as in ``gather_logits``.
     """
     logits, comm, vocab = words_of(logits, vocab_size, group, "parallel_entropy")
     words, log_sum, _ = log_softmax_parts(logits, comm, vocab)
     share = (words - ops.copy(log_sum, comm).unsqueeze(-1)).exp()
-    return log_sum - ops.reduce((share * words.masked_fill(words.isneginf(), 0.0)).sum(-1), comm)
+    return log_sum - ops.reduce((share * words.masked_fill(share == 0.0, 0.0)).sum(-1), comm)
 
 
 def parallel_kl_div(

@@ -106,6 +106,10 @@ def test_words_that_cannot_be_said_and_halves() -> None:
             (grad,) = torch.autograd.grad(expected.sum(), whole, retain_graph=True)
             torch.testing.assert_close(got, part(grad.nan_to_num(), ctx, 0.0), rtol=0, atol=1e-6)
         mine = part(whole, ctx, 0.0).requires_grad_()
+        lowest = mine.detach().clamp(min=torch.finfo(mine.dtype).min).requires_grad_()  # as models mask words
+        for name in FUNCTIONS.keys() - {"gather_logits", "log_softmax"}:
+            never, least = (torch.autograd.grad(2 * FUNCTIONS[name][0](t, t).sum(), t)[0] for t in (mine, lowest))
+            torch.testing.assert_close(least, never, rtol=0, atol=1e-6)
         assert float(parallel_kl_div(mine, mine).detach().abs().max()) == 0.0
         halves = parallel_kl_div(mine.bfloat16(), part(teacher, ctx, 0.0))
         expected = _divergence(whole[:, :4].detach().bfloat16().float(), teacher[:, :4].detach())

@@ -13,7 +13,6 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
-from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -23,20 +22,27 @@ from torch import Tensor, nn
 from transformers.models.auto import modeling_auto as auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-import tpcore
-from helpers.families import PAGE_FILE, SINGLE, Verdict, Whole, beside, config_of, made, on_the_page, step, table_row
-from tpcore import Mesh
-from tpcore.testing import run_ranks
+from helpers.families import (
+    PAGE_FILE,
+    SINGLE,
+    TABLE,
+    Verdict,
+    Whole,
+    config_of,
+    described,
+    made,
+    on_the_page,
+    step,
+    table_row,
+)
 from tpcore_hf.plan.decisions import is_linear
 from tpcore_hf.plan.found import COMPARED, found
 from tpcore_hf.plan.model import own_rules, vocabulary
 from tpcore_hf.plan.rules import REPLICATE, rule_of
-from tpcore_hf.shard.figures import summary_of
 
 HEADS = ("IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "SPEECH_SEQ_2_SEQ", "SEQ_TO_SEQ_CAUSAL_LM", "CAUSAL_LM")
 TOKENS = {"image": 98, "audio": 97, "video": 96}
 WIDE = {"kosmos-2"}  # its masks are of the default type, with the least number of the weights' type
-SHARDED = 0.65  # of the parameters, the most that a rank of two holds
 NEARLY = 0.75  # a tower is more than the rest, of the linear layers that get a gradient
 
 
@@ -359,13 +365,6 @@ LEFT = {
 """By reason the types with such a head that are not among those that work."""
 WITHOUT_FORWARD = 3
 """Of these, the ones that compute nothing even whole."""
-HEAD = ["| type | of a rank | also with | sharded |", "| --- | --- | --- | --- |"]
-
-
-def line(found: Verdict) -> str:
-    """A type's row, with what stays whole where that is too much."""
-    whole = "yes" if round(found.share, 2) <= SHARDED else f"right, not sharded{found.text}"
-    return f"{table_row(found)} {whole} |"
 
 
 def lacking(model_type: str) -> bool:
@@ -392,10 +391,8 @@ def section(rows: dict[str, str]) -> str:
             f"{len(works) / len(types):.0%}; {len(works) / whole:.0%} of the {whole} that compute anything unsharded.",
             "The rules of these are found by the sizes of their linear layers, and were compared with the whole, with",
             "pixels or sounds where they read some (`PYTHONPATH=tests python -m helpers.any_model --table`).",
-            f"Where a rank of two holds more than {SHARDED:.0%}, convolutions, tables of positions and what is read",
-            "without a call are most of the tiny model, and stay whole:",
             "",
-            *HEAD,
+            *TABLE,
             *(rows[name] for name in sorted(rows)),
             "",
             "Neither here nor under Work:",
@@ -410,16 +407,6 @@ def write(rows: dict[str, str]) -> None:
     text = re.sub(rf"\n## {TITLE}\n.*?(?=\n## )", "", PAGE_FILE.read_text(), flags=re.S)
     before, mark, after = text.partition("\n## Refused\n")
     PAGE_FILE.write_text(f"{before}\n{section(rows)}{mark}{after}")
-
-
-def stays_whole(kind: Any, config: Any) -> str:
-    def rank(ctx: tpcore.ParallelContext) -> str:
-        with torch.device("meta"):
-            model = kind(config)
-        summary = summary_of(tpcore.parallelize(model), None).partition("; whole: ")[2].partition(";")[0]
-        return f": {', '.join(f'`{name}`' for name in summary.split(', '))}" if summary else ""
-
-    return run_ranks(Mesh({"tp": 2}), rank)[0]
 
 
 def main() -> None:
@@ -438,8 +425,7 @@ def main() -> None:
         shares = re.findall(r"(\d+)%", rows.get(name, "")) if "--columns" in options else []
         found = Verdict(name, "", True, "", int(shares[0]) / 100) if shares else verdict_of(name)
         assert found.works, found.text
-        whole = stays_whole(kind, tiny(name)) if round(found.share, 2) > SHARDED else ""
-        rows[name] = line(replace(found, text=whole, beside=beside(kind, tiny(name))))
+        rows[name] = table_row(described(found, kind, tiny(name)))
         took = f"{time.monotonic() - started:.0f} s"
         sys.stderr.write(f"{number} of {len(named)}, {took}: {rows[name]}\n")
         if "--table" in options:

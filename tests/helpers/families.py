@@ -24,6 +24,7 @@ from tpcore.layers.sharding import sharding
 from tpcore.testing import run_ranks
 from tpcore_hf.generate.cached import check_takes_cache
 from tpcore_hf.plan.families import KINDS
+from tpcore_hf.shard.figures import summary_of
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -52,6 +53,7 @@ SIZES: dict[str, Any] = {
     **_named("linear_num_heads linear_num_key_heads linear_num_value_heads index_n_heads", 4),
     **_named("index_head_dim", 16),
     **_named("max_position_embeddings n_positions max_seq_len max_source_positions max_target_positions n_ctx", 64),
+    **_named("max_2d_position_embeddings max_xpath_tag_unit_embeddings max_xpath_subs_unit_embeddings", 64),
     **_named("pad_token_id", 0),
     **_named("image_size", 32),
     **_named("patch_size num_mel_bins hidden_size_per_layer_input", 8),
@@ -282,6 +284,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
         **_named("num_experts expert_capacity", 4),
     },
     "roc_bert": {"pronunciation_vocab_size": 99, "shape_vocab_size": 99},
+    "markuplm": {"max_depth": 4, **_named("tag_pad_id subs_pad_id", 63)},
     "speech_to_text": {"input_feat_per_channel": 8, "conv_channels": 16},
 }
 LATENT: dict[str, Any] = {"num_key_value_heads": 4} | {
@@ -323,6 +326,7 @@ PARTS = {
 }
 """Configurations with a plan that are of no model by themselves."""
 LARGEST = 20_000_000  # parameters of a model that is run
+SHARDED = 0.65  # of the parameters, the most that a rank of two holds
 
 CLASSES = (
     auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -626,7 +630,23 @@ def row(model_type: str) -> Verdict:
         raise AssertionError(f"{model_type} has experts, and was tried without: give it some in SPECIAL")
     for options in FEATURES.get(model_type, ()):
         assert verdict(model_type, 2, options).works, options
-    return replace(found, beside=beside(class_of(model_type), config_of(model_type))) if found.works else found
+    return described(found, class_of(model_type), config_of(model_type)) if found.works else found
+
+
+def described(found: Verdict, kind: Any, config: Any) -> Verdict:
+    """With what else ``parallelize`` takes the model, and with what stays whole where that is too much."""
+    whole = stays_whole(kind, config) if round(found.share, 2) > SHARDED else ""
+    return replace(found, text=whole, beside=beside(kind, config))
+
+
+def stays_whole(kind: Any, config: Any) -> str:
+    def rank(ctx: tpcore.ParallelContext) -> str:
+        with torch.device("meta"):
+            model = kind(copy.deepcopy(config))
+        summary = summary_of(tpcore.parallelize(model), None).partition("; whole: ")[2].partition(";")[0]
+        return f": {', '.join(f'`{name}`' for name in summary.split(', '))}" if summary else ""
+
+    return run_ranks(Mesh({"tp": 2}), rank)[0]
 
 
 def _has_experts(model_type: str) -> bool:
@@ -662,11 +682,12 @@ tiny model of each, with a layer of every kind that the family has and its optio
 ranks: its loss, its output and every gradient equal the whole model's
 (`PYTHONPATH=tests python -m helpers.families --table`).
 
-The figure is the part of the parameters that each of the two ranks holds. Tables of positions, of patches and of
-MarkupLM's paths stay whole, and weigh more in tiny models than in real ones. Beside tensor parallelism `parallelize`
-takes a model with what the column `also with` names, and refuses the rest by a `ValueError`: `sp` is
-`sequence_parallel=True`, `cp` and `pp` axes of the mesh, `experts` is `expert_parallel=True`, `LoRA` adapters of all
-linear layers, `generate` and `serve` say whether it generates, and from buffers of one length.
+The figure is the part of the parameters that each of the two ranks holds. Above 65% a family is right, not sharded, and
+what stays whole follows: convolutions, tables of positions and of patches, which weigh more in tiny models than in real
+ones, parameters read without a call, and attention or experts that compute with all heads or features at once. Beside
+tensor parallelism `parallelize` takes a model with what the column `also with` names, and refuses the rest by a
+`ValueError`: `sp` is `sequence_parallel=True`, `cp` and `pp` axes of the mesh, `experts` is `expert_parallel=True`,
+`LoRA` adapters of all linear layers, `generate` and `serve` say whether it generates, and from buffers of one length.
 
 <div id="families-filter"></div>
 
@@ -698,7 +719,7 @@ TABLE = ["| type | of a rank | also with |", "| --- | --- | --- |"]
 
 
 def table_row(found: Verdict) -> str:
-    return f"| `{found.family}` | {found.share:.0%} | {found.beside} |"
+    return f"| `{found.family}` | {found.share:.0%}{found.text} | {found.beside} |"
 
 
 def page(rows: list[Verdict], classes: list[Verdict]) -> str:

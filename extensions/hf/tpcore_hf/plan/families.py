@@ -93,13 +93,17 @@ FAMILIES = (
         "xmod yolos",
         "encoder.layer.*.{{attention,crossattention}.{self,attention}.{query,key,value},intermediate.dense}",
         "encoder.layer.*.{attention.,crossattention.,}output.dense",
-        {"encoder.layer.*.output.adapter_modules": "replicate"},
+        {
+            "encoder.layer.*.output.adapter_modules": "replicate",
+            "embeddings.{pronunciation,shape}_embed": "embedding_rowwise",  # RoCBert's
+        },
     ),
     # what plans of transformers leave out: norms of each head's features, and what sees whole values alone
     Family(
         "glm4_moe phi qwen3_vl_moe_text sarvam_moe",
         more={"layers.*.self_attn.{q,k}_{norm,layernorm}": "replicated_with_grad_allreduce"},
     ),
+    Family("higgs_audio_v2", more={"embed_audio_tokens.embed_audio_tokens": "embedding_rowwise"}),
     Family("cohere", more={"layers.*.self_attn.{q,k}_norm": "parameter_heads"}),
     Family("deepseek_v2 glm4_moe_lite minicpm3", more={"layers.*.self_attn.q_a_proj": "replicate"}),
     Family("longcat_flash", more={"layers.*.self_attn.*.q_a_proj": "replicate"}),

@@ -15,22 +15,24 @@ from .rules import Rule, general, rule_of
 
 Linears = Mapping[str, nn.Module]
 _COMPARED = """
-apertus1p5 aria audioflamingo3 aya_vision bamba big_bird bitnet blip blip-2 blt canary chameleon cohere2_vision
-cohere_asr cohere_compass cosmos3_edge cosmos3_omni cpmant ctrl dbrx deepseek_ocr2 deepseek_v4 deepseek_vl
-deepseek_vl_hybrid dia diffllama diffusion_gemma dory dots3_note emu3 encoder-decoder ernie4_5_vl_moe evolla
-exaone4_5 falcon_h1 falcon_mamba fast_vlm florence2 fsmt fun_asr_nano fuyu gemma3 gemma3n gemma4 gemma4_unified git
-glm46v glm4v glm4v_moe glm5_next glm_ocr glmasr glmga got_ocr2 gpt-sw3 granite4_vision granite_docling
-granite_speech granite_speech_plus hunyuan_vl hy_v4_vl hyperclovax_vision_v2 idefics idefics2 idefics3 inkling2
-inkling2_loop inkling_mm_model inkling_text instructblip instructblipvideo internvl janus jetmoe kimi_k25 kosmos-2
-kosmos-2.5 kyutai_speech_to_text led lfm2 lfm2_vl lfm3 lfm3_vl lighton_ocr llava llava_next llava_next_video
-llava_onevision mamba mamba2 minicpm_ocr minicpmv4_6 minicpmv4_7 minimax_m3_vl mistral3 mistral_large4 mllama molmo2
-moonshine moonshine_streaming moshi moss_transcribe_diarize muse_glimmer muse_spark musicflamingo musicgen_decoder
-musicgen_melody_decoder nemo_speechlm nemotron_h_omni omniasr ovis2 paddleocr_vl paligemma pegasus_x perception_lm
-phi4_multimodal pi0 pix2struct pop2piano pp_chart2table pp_formulanet prophetnet qianfan_ocr qwen2_5_omni_thinker
-qwen2_5_vl qwen2_audio qwen2_vl qwen3_5 qwen3_5_moe qwen3_asr qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe qwen4_exp
-recurrent_gemma rwkv seamless_m4t seamless_m4t_v2 shieldgemma2 smolvlm speech-encoder-decoder speecht5 step3p7
-t5gemma t5gemma2 trocr udop unlimited_ocr vibevoice vibevoice_asr video_llama_3 video_llava vipllava
-vision-encoder-decoder voxtral voxtral_realtime xlnet xlstm zamba zamba2 zaya
+afmoe apertus1p5 aria audioflamingo3 aya_vision bamba big_bird bitnet blip blip-2 blt canary chameleon
+cohere2_vision cohere_asr cohere_compass cosmos3_edge cosmos3_omni cpmant ctrl dbrx deepseek_ocr2 deepseek_v4
+deepseek_vl deepseek_vl_hybrid dia diffllama diffusion_gemma dory dots3_note dpt emu3 encoder-decoder
+ernie4_5_vl_moe evolla exaone4_5 falcon_h1 falcon_mamba fast_vlm florence2 fsmt fun_asr_nano fuyu gemma3 gemma3n
+gemma4 gemma4_unified git glm46v glm4v glm4v_moe glm5_next glm_ocr glmasr glmga got_ocr2 gpt-sw3 granite4_vision
+granite_docling granite_speech granite_speech_plus granitemoehybrid higgs_audio_v2 hunyuan_vl hy_v4_vl
+hyperclovax_vision_v2 idefics idefics2 idefics3 inkling2 inkling2_loop inkling_mm_model inkling_text
+instructblip instructblipvideo internvl jamba janus jetmoe kimi_k25 kosmos-2 kosmos-2.5 kyutai_speech_to_text
+layoutlm led lfm2 lfm2_moe lfm2_vl lfm3 lfm3_vl lighton_ocr llava llava_next llava_next_video llava_onevision
+mamba mamba2 markuplm minicpm_ocr minicpmv4_6 minicpmv4_7 minimax_m3_vl mistral3 mistral_large4 mllama molmo2
+moonshine moonshine_streaming moshi moss_transcribe_diarize muse_glimmer muse_spark musicflamingo
+musicgen_decoder musicgen_melody_decoder nemo_speechlm nemotron_h_omni neomme omniasr ovis2 paddleocr_vl
+paligemma pegasus_x perception_lm phi4_multimodal pi0 pix2struct pop2piano pp_chart2table pp_formulanet
+prophetnet qianfan_ocr qwen2_5_omni_thinker qwen2_5_vl qwen2_audio qwen2_vl qwen3_5 qwen3_5_moe qwen3_asr
+qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe qwen4_exp qwen4_exp_text recurrent_gemma roc_bert rwkv seamless_m4t
+seamless_m4t_v2 shieldgemma2 siglip2_vision_model siglip_vision_model smolvlm speech-encoder-decoder speecht5
+step3p7 t5gemma t5gemma2 trocr udop ultrabert unlimited_ocr vibevoice vibevoice_asr video_llama_3 video_llava
+vipllava vision-encoder-decoder visual_bert voxtral voxtral_realtime xlnet xlstm zamba zamba2 zaya
 """
 COMPARED = frozenset(_COMPARED.split())
 """Each ``model_type`` for which this was compared with the whole, by a batch that most of these layers compute with."""
@@ -38,6 +40,7 @@ _WHOLE = {
     # a kernel on GPUs takes its weight, and no forward calls it there
     **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h"), (".out_proj",)),
     **dict.fromkeys(("falcon_mamba", "mamba"), (".x_proj", ".dt_proj", ".out_proj")),
+    "jamba": (".dt_proj",),
     # of which the attention takes the width of all heads
     **dict.fromkeys(("blip-2", "instructblip", "instructblipvideo"), (".self_attn.qkv",)),
     # initial values by the place in the weight

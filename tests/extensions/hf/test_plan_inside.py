@@ -117,6 +117,24 @@ class Latent(Network):
         return self.down_proj(torch.mul(gate, self.up_proj(self.norm(torch.relu(latent)))))
 
 
+class Read(Network):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(F.linear(x, self.gate_proj.weight, self.gate_proj.bias)))
+
+
+class Penalized(Network):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.down_proj.weight.square().sum()
+
+
+class Direct(Network):
+    """Without the calls of its layers, and with the type and the place of a parameter alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.gate_proj.forward(x.to(self.gate_proj.weight.dtype))
+        return self.down_proj.forward(F.silu(h.to(self.down_proj.weight)))
+
+
 WHOLE = {Before: "squeeze norm widen", After: "scale router", Latent: "norm squeeze"}
 
 
@@ -134,6 +152,24 @@ REACHED |= {kind: names.split()[0] for kind, names in WHOLE.items()}
 def test_a_module_that_sharded_features_may_reach_is_refused_by_name(kind: type[Network]) -> None:
     words = "fails with what a rank has: .*shape" if kind is Normed else "is whole inside"
     hf.refused(rf"model\.layers\.\*\.mlp\.{REACHED[kind]} \(.*{words}", lambda: with_network(kind))
+
+
+GATHERED = {"model.layers.*.mlp.gate_proj": "colwise_gather_output", "model.layers.*.mlp.down_proj": "replicate"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "plan"), [(Read, "gate_proj", {}), (Penalized, "down_proj", {}), (Read, "gate_proj", GATHERED)]
+)
+def test_a_forward_that_reads_a_parameter_is_refused_and_is_right_whole(
+    kind: type[Network], name: str, plan: dict[str, str]
+) -> None:
+    words = rf"mlp \({kind.__name__}\) reads a parameter of model\.layers\.\*\.mlp\.{name} itself"
+    hf.refused(words, lambda: with_network(kind), plan=plan)
+    hf.assert_equals_whole(lambda: with_network(kind), (2,), plan=plan | {"model.layers.*.mlp": "replicate"})
+
+
+def test_a_forward_may_be_called_and_the_type_of_a_parameter_read() -> None:
+    hf.assert_equals_whole(lambda: with_network(Direct), (2,))
 
 
 @pytest.mark.parametrize(("kind", "name"), [(Activated, "mlp.act"), (Scaled, "mlp")])
@@ -186,7 +222,11 @@ UP, DOWN = {"blocks.*.mlp.0": "colwise"}, {"blocks.*.mlp.2": "rowwise"}
 FAILS = {
     "heads of another name": (OTHER, OF_ATTENTION, r"attn \(Fused\) fails .*is invalid.*qkv gives .* 96 .*num_heads"),
     "a column layer alone": (KNOWN, OF_ATTENTION | UP, r"mlp\.2 \(Linear\) fails .*mlp\.0 gives a part of its 64"),
-    "a row layer alone": (KNOWN, OF_ATTENTION | DOWN, r"mlp\.2 \(Linear\) fails .*part of its 64 .* no 'colwise' layer gave one"),
+    "a row layer alone": (
+        KNOWN,
+        OF_ATTENTION | DOWN,
+        r"mlp\.2 \(Linear\) fails .*of its 64 .* no 'colwise' layer gave one",
+    ),
 }
 
 

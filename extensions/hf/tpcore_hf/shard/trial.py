@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from tpcore import nested
 from tpcore.layers.adopt import is_hooked
@@ -17,7 +19,7 @@ from tpcore.layers.module import ParallelModule
 from tpcore.private import FORWARD_HOOKS
 
 from ..plan import rules as plan
-from ..plan.decisions import CLOSES, OPENS, Cut, features, is_linear
+from ..plan.decisions import CLOSES, EMBEDDING, LINEAR, OPENS, Cut, features, is_linear
 from ..plan.inputs import is_own, takes
 from ..plan.rules import Rule, general, rule_of
 from ..private import of_transformers
@@ -30,11 +32,15 @@ _OTHER = {plan.HEADS_ARGUMENT, plan.PARAMETER_HEADS}
 @dataclass
 class _Calls:
     """Where a forward is. ``inside``: the modules that it has not left. ``open``: the layers whose features are a
-    rank's, and that no row layer has read yet."""
+    rank's, and that no row layer has read yet. ``parts``: by parameter the sharded layer that has it, ``read`` the one
+    whose parameter the forward took past the layer's own."""
 
     made: Made
+    sharded: Collection[nn.Module] = ()
     inside: list[nn.Module] = field(default_factory=list)
     open: list[Cut] = field(default_factory=list)
+    parts: dict[Tensor, nn.Module] = field(default_factory=dict)
+    read: nn.Module | None = None
 
     def enter(self, module: nn.Module, args: object) -> None:
         self.inside.append(module)
@@ -47,6 +53,29 @@ class _Calls:
         elif cut is not None:
             self.open.clear()
 
+    def computing(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """``forward`` of a sharded ``module``, which may be called without the module's call."""
+        self.inside.append(module)
+        output = forward(*args, **kwargs)
+        self.inside.pop()
+        return output
+
+
+class _Reads(TorchFunctionMode):
+    """Raises where a forward takes the values of a sharded layer's parameter otherwise than by its call."""
+
+    def __init__(self, calls: _Calls) -> None:
+        self.calls = calls
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        taken = args[:1] if func in (Tensor.to, Tensor.type_as) else (args, kwargs)
+        for module in (self.calls.parts.get(t) for t in nested.tensors(taken)) if isinstance(output, Tensor) else ():
+            if module is not None and module not in self.calls.inside[-1:]:
+                self.calls.read = module
+                raise ValueError("a parameter is read")
+        return output
+
 
 def check_forward(
     model: nn.Module, cuts: list[Cut], made: Made, user: Mapping[str, Rule], localize: Callable[[], None]
@@ -55,10 +84,11 @@ def check_forward(
     the parts of features that the layers ``made`` give. ``localize``: sets how many heads a rank has. A forward that
     needs values, or other inputs than tokens, says nothing; nor is one tried whose hooks would see it."""
     ends = [cut for cut in cuts if cut.style in OPENS | CLOSES]
-    compared = is_own(model) and not any(rule_of(c.name, user) or _is_foreign(model, c.owner) for c in ends)
+    sharded = [cut for cut in cuts if cut.style in LINEAR | EMBEDDING]
+    compared = is_own(model) and not any(rule_of(c.name, user) or _is_foreign(model, c.owner) for c in sharded)
     if compared or any(cut.style in _OTHER for cut in cuts) or any(map(is_hooked, model.modules())):
         return
-    calls = _Calls({cut.module: made[cut.module] for cut in ends})
+    calls = _Calls({cut.module: made[cut.module] for cut in ends}, {cut.module for cut in sharded})
     error = _error(model, calls, localize)
     if error is not None and _error(model, _Calls({}), lambda: None) is None:
         raise ValueError(_refusal(model, calls, error)) from error
@@ -70,7 +100,7 @@ def _is_foreign(model: nn.Module, owner: str) -> bool:
 
 
 def _error(model: Any, calls: _Calls, localize: Callable[[], None]) -> Exception | None:
-    with _without_values(model, calls), torch.no_grad(), torch.device("meta"):
+    with _without_values(model, calls), torch.no_grad(), torch.device("meta"), _Reads(calls):
         localize()
         try:
             inputs = nested.mapped(lambda t: t.to("meta"), dict(model.dummy_inputs))
@@ -91,6 +121,9 @@ def _without_values(model: nn.Module, calls: _Calls) -> Iterator[None]:
             _, layer = calls.made.get(module, (None, module))
             table["_parameters"] = {name: p if p is None else _empty(p) for name, p in layer._parameters.items()}
             table.update(zip(FORWARD_HOOKS, ({-1: calls.enter}, {-1: calls.leave}), strict=True))
+            if module in calls.sharded:
+                calls.parts |= {p: module for p in table["_parameters"].values() if p is not None}
+                table["forward"] = partial(calls.computing, module, module.forward)
             if "nf" in table and layer is not module:
                 table["nf"] = layer.get_parameter("weight").shape[1]
         yield
@@ -116,6 +149,12 @@ def _unshared(value: object) -> object:
 def _refusal(model: nn.Module, calls: _Calls, error: Exception) -> str:
     names = {module: name and general(model, name) for name, module in model.named_modules()}
     inside = calls.inside[-1] if calls.inside else model
+    if calls.read is not None:
+        layer = names[calls.read]
+        return (
+            f"{names[inside] or 'its forward'} ({type(inside).__name__}) reads a parameter of {layer} itself, of which "
+            f"a rank has a part: let it call that; plan={{{names[inside] or layer!r}: 'replicate'}} leaves it whole"
+        )
     name, cut = names[inside] or "its forward", calls.made[inside][0] if inside in calls.made else None
     text = str(error).rstrip(".")
     said = f"{name} ({type(inside).__name__}) fails with what a rank has: {type(error).__name__}: {text}."

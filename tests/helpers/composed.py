@@ -124,16 +124,21 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[], dict[str, Tensor]]]] = {
 """For each class its configuration and a batch, of float64 where it is no text."""
 
 
-def composed(name: str, degree: int = 2) -> Verdict:
-    """What comes of a class. Raises if it differs: none of these is refused."""
+def case(name: str) -> tuple[Any, Any, dict[str, Tensor]]:
+    """A class, its configuration without dropout, and a batch."""
     configure, batch = CASES[name]
     config = configure()
     for part in (config, *(getattr(config, n) for n in ("text_config", "vision_config") if hasattr(config, n))):
         for option in DROPOUTS.split():
             if isinstance(getattr(part, option, None), float):
                 setattr(part, option, 0.0)
-    kind = getattr(transformers, name)
-    outcome = Whole.of(kind, config, batch()).compared(degree)
+    return getattr(transformers, name), config, batch()
+
+
+def composed(name: str, degree: int = 2) -> Verdict:
+    """What comes of a class. Raises if it differs: none of these is refused."""
+    kind, config, batch = case(name)
+    outcome = Whole.of(kind, config, batch).compared(degree)
     assert not isinstance(outcome, str), outcome
     found, share = outcome
     if not found < 1e-5:  # as in families.verdict

@@ -291,6 +291,7 @@ RESIZED: dict[str, Callable[[Any], Tensor]] = {
     "eye": lambda device: torch.eye(3, device=device),
     "out": lambda device: torch.add(*torch.ones(2, 3, device=device), out=torch.empty(0, device=device)),
     "t_": lambda device: torch.ones(2, 3, device=device).t_(),
+    "tensor": lambda device: torch.tensor([torch.ones(1, device=device).sum()] * 2, device=device),
     "unsqueeze_": lambda device: torch.ones(2, 3, device=device).unsqueeze_(1),
 }
 

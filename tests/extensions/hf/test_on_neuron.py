@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from helpers.rank_pool import RankPool
 from helpers.stand_in import CLOSE, FREE, UNDER, as_after_init, counted, ranks_on_the_stand_in  # noqa: F401  the fixture
 from helpers.tiers import tiers
 from test_muon_models import Whole
+from test_trainer import adapted as with_adapters
 from torch import Tensor, nn
 
 import tpcore
@@ -233,17 +235,23 @@ def test_adapters_are_those_of_one_process(ranks: RankPool) -> None:
     assert ranks.run(Mesh({"dp": 1, "tp": 2}), adapted, **UNDER) == [{}] * 2
 
 
-def by_trainer(ctx: ParallelContext, where: Path) -> tuple[Any, dict[str, int]]:
+def by_trainer(ctx: ParallelContext, where: Path, make: Any) -> tuple[Any, dict[str, int]]:
     refused = counted(ctx)
-    history, _ = trainers.on_mesh(ctx, where, {}, use_cpu=False)
+    history, _ = trainers.on_mesh(ctx, where, make, use_cpu=False)
     return history, dict(refused)
 
 
-@pytest.mark.slow
-def test_the_trainer_is_that_of_one_process(ranks: RankPool, tmp_path: Path) -> None:
+MADE = {"all weights": (trainers.model, {}), "adapters": tuple(partial(with_adapters, how) for how in ("", "after"))}
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+@pytest.mark.parametrize(("what", "tp"), tiers([], slow=[(what, 2) for what in MADE], drill=[("adapters", 4)]))
+def test_the_trainer_is_that_of_one_process(ranks: RankPool, tmp_path: Path, what: str, tp: int) -> None:
     """On the device, which accelerate knows by the name of AWS's package; it pins memory and empties caches."""
-    want = trainers.history(trainers.stock(tmp_path / "stock"))
-    for got, refused in ranks.run(trainers.TP, as_after_init, by_trainer, tmp_path / "mesh", **UNDER):
+    plain, cut = MADE[what]
+    want = trainers.history(trainers.stock(tmp_path / "stock", plain))
+    mesh = Mesh({"pp": 1, "dp": 1, "tp": tp})
+    for got, refused in ranks.run(mesh, as_after_init, by_trainer, tmp_path / "mesh", cut, **UNDER):
         assert refused == {}
         assert len(got) == len(want)
         for ours, theirs in zip(got, want, strict=True):
@@ -306,7 +314,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "encoder and decoder": ("t5", {"num_heads": 8}),
     "pictures": ("vit", {"num_attention_heads": 8}),
     "slopes": ("bloom", {"n_head": 8}),
-    "pictures among tokens": ("LlavaForConditionalGeneration", {}),
+    "pictures among tokens": ("Qwen2VLForConditionalGeneration", {}),
     "speech": ("WhisperForConditionalGeneration", {}),
 }
 TOKENS = "dense", "kv heads below tp", "experts", "tied"

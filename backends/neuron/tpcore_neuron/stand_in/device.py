@@ -222,7 +222,8 @@ def install() -> StandInDevice:
             _libraries.append(torch.library.Library(namespace, "IMPL", key))
         fallback, copies, autocast, host = _libraries
         fallback.fallback(lambda operator, *args, **kwargs: _device.run(operator, args, kwargs))
-        copies.impl("_to_copy", _named(_ATEN._to_copy.default))  # torch.tensor(device=) finds no fallback
+        for packet in (_ATEN._to_copy, _ATEN._local_scalar_dense):  # torch.tensor(device=) finds no fallback
+            copies.impl(packet.__name__, _named(packet.default))
         host.impl("pin_memory", lambda x, device=None: x)  # as loaders do
         autocast.fallback(torch.library.fallthrough_kernel)
         lowered = torch.library.Library("aten", "IMPL", "AutocastPrivateUse1")

@@ -107,22 +107,24 @@ def test_dynamic_sizes_and_operators_of_others_are_refused_in_graphs(ranks: Rank
 
 
 def of_nothing(ctx: ParallelContext) -> dict[str, int]:
-    """What is refused of a graph whose collectives have no elements."""
+    """What is refused of a graph whose collectives have no elements, or whole numbers that float32 rounds."""
     refused, comm = counted(ctx), ctx.comm("tp")
 
-    def run(x: Tensor) -> list[Tensor]:
+    def run(x: Tensor, whole: Tensor) -> list[Tensor]:
         x = x[:0]
         moved = [comm.all_gather(x, 1), comm.reduce_scatter(x, 1), comm.all_to_all(x, 1, 1)]
-        return [*moved, comm.all_reduce(x), comm.all_reduce(x, "max")]
+        sums = [comm.all_reduce(x), comm.all_reduce(x, "max"), comm.all_reduce(whole), comm.reduce_scatter(whole, 0)]
+        return [*moved, *sums]
 
-    x = torch.ones(4, 4).to(ctx.device)
-    found = torch.compile(run, backend="neuron", fullgraph=True)(x)
-    assert [y.shape for y in found] == [y.shape for y in run(x)]
+    x, whole = torch.ones(4, 4).to(ctx.device), torch.full((4,), 2**25 + 1).to(ctx.device)
+    found = torch.compile(run, backend="neuron", fullgraph=True)(x, whole)
+    assert all(torch.equal(y.cpu(), eager.cpu()) for y, eager in zip(found, run(x, whole), strict=True))
     return dict(refused)
 
 
-def test_nothing_is_sent_of_no_elements_in_a_graph(ranks: RankPool) -> None:
-    assert ranks.run(TWO, as_after_init, of_nothing, timeout=300, **UNDER) == [{}] * 2
+def test_nothing_is_sent_of_no_elements_in_a_graph_and_whole_numbers_are_exact(ranks: RankPool) -> None:
+    mesh = Mesh({"dp": 1, "tp": 4})  # whose all-to-all is not refused
+    assert ranks.run(mesh, as_after_init, of_nothing, timeout=300, **UNDER) == [{}] * 4
 
 
 def served(ctx: ParallelContext) -> tuple[list[str], dict[str, int]]:

@@ -24,6 +24,7 @@ from tpcore.train.parameters import name_parameters
 from tpcore.train.step import Stepping, stepping_of
 from tpcore.train.zero import Zero1, fitted
 
+from .batches import check_in_turn
 from .load.gathered import full_state_dict
 from .shard.refusals import admit
 
@@ -134,6 +135,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     # -- prepare ------------------------------------------------------------------------------------------
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+        check_in_turn(self.gradient_accumulation_steps)
         seed = getattr(data_loader, "worker_init_fn", None)
         if isinstance(seed, partial) and "rank" in seed.keywords:
             # workers that draw, for masks or crops, draw alike on the ranks of one tp group

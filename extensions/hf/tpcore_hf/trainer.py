@@ -29,6 +29,7 @@ from tpcore.train.preemption import Preemption
 from tpcore.train.zero import Zero1
 
 from .accelerate import Accelerator
+from .batches import in_runs
 from .choice import AUTO, choose_mesh
 from .model_files import is_sharded, load_model, load_state, of_other_ranks, save_state, saved, whole_state
 from .preemption import SaveOnPreemption, own_preemption
@@ -114,6 +115,10 @@ class Trainer(transformers.Trainer):
         self.accelerator = Accelerator.of(self.accelerator)
         self.gather_function = self.accelerator.gather_for_metrics
 
+    def get_train_dataloader(self) -> Any:
+        """Batches of a step in runs, where bits are to be equal at every dp."""
+        return in_runs(super().get_train_dataloader(), self.args.gradient_accumulation_steps)
+
     def get_total_train_batch_size(self, args: Any) -> int:
         """Examples of one optimizer step: all ranks but those of dp share theirs."""
         return int(self._train_batch_size * args.gradient_accumulation_steps * current().batch.size)
@@ -142,8 +147,10 @@ class Trainer(transformers.Trainer):
         ctx, (step, number) = current(), self._micro_step
         number = number + 1 if step == self.state.global_step else 0
         self._micro_step = self.state.global_step, number
-        own = seeded(mixed(self.args.seed, self.state.global_step, number, ctx.index(ctx.data)))
-        with own if ctx.data.size * ctx.mesh.axes.get("pp", 1) > 1 else nullcontext():
+        rank, alone = ctx.index(ctx.data), ctx.data.size * ctx.mesh.axes.get("pp", 1) == 1
+        if ctx.reproducible is not None:  # what one rank of dp draws for this batch
+            number, rank, alone = rank * self.current_gradient_accumulation_steps + number, 0, False
+        with nullcontext() if alone else seeded(mixed(self.args.seed, self.state.global_step, number, rank)):
             return super().training_step(model, inputs, num_items_in_batch)
 
     # -- the optimizer --------------------------------------------------------------------------------------

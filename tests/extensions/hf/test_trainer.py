@@ -10,6 +10,7 @@ import signal
 from argparse import Namespace
 from contextvars import Context
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,11 @@ from helpers.trainers import (
 from test_dropout_masks import Recorder
 
 import tpcore
+import tpcore_hf
 from tpcore import Mesh
 from tpcore.testing import ThreadBackend
 from tpcore.testing.threads import ThreadWorld
+from tpcore_hf.accelerate import Accelerator
 from tpcore_hf.shard.figures import parameter_count
 from tpcore_hf.trainer import Trainer, check_arguments
 
@@ -48,6 +51,7 @@ GROUPED = {"max_steps": -1, "num_train_epochs": 2, "train_sampling_strategy": "g
 
 TRAINER = {
     "create_accelerator_and_postprocess": [],
+    "get_train_dataloader": [],
     "get_total_train_batch_size": ["args"],
     "get_tp_size": [],
     "train": ["resume_from_checkpoint", "trial", "ignore_keys_for_eval"],
@@ -134,6 +138,49 @@ def test_no_two_ranks_and_no_two_steps_drop_the_same(pool: RankPool, tmp_path: P
     every = [tuple(mask) for *masks, _ in ranks for mask in masks]
     assert len(set(every)) == len(every) == 4 * 2 * 2  # ranks, steps, layers
     assert len({tuple(after) for *_, after in ranks}) == 1  # the ranks' common stream goes on alike
+
+
+class Endless(torch.utils.data.IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return cycle(examples(2))
+
+
+def _bits(where: Path, tp: int) -> tuple[list[float], dict[str, bytes]]:
+    """Norms and weights after 3 steps of 4 microbatches and one of 2, on all dp ranks together, with dropout of what is
+    whole."""
+    ctx = tpcore.init("cpu_gloo", tp=tp, reproducible=4)
+    dp = ctx.batch.size
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 100, "n_embd": 64, "n_layer": 1, "n_head": 4, "n_positions": 8, "attn_pdrop": 0.0}
+    cut = tpcore.parallelize(transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)))
+    each = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4 // dp}
+    options = arguments(where, **each | {"max_steps": -1, "num_train_epochs": 1})
+    trainer = Trainer(cut, options, train_dataset=examples(14))
+    trainer.train()
+    if dp == 2:
+        with pytest.raises(
+            ValueError, match="2 batches a step of data without a length are dealt to 2 dp ranks in turn"
+        ):
+            Trainer(cut, arguments(where, **each), train_dataset=Endless()).train()
+        with pytest.raises(
+            ValueError, match=r"gradient_accumulation_steps=2 are added in runs: take 1 here, or tpcore_hf"
+        ):
+            Accelerator(cpu=True, gradient_accumulation_steps=2).prepare(torch.utils.data.DataLoader(examples(8)))
+    weights = {name: t.detach().numpy().tobytes() for name, t in tpcore_hf.full_state_dict(cut).items()}
+    tpcore.shutdown()
+    return [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry], weights
+
+
+def _bits_alone(ctx: tpcore.ParallelContext, where: Path) -> Any:
+    return Context().run(_bits, where, ctx.mesh.axes["tp"])
+
+
+def test_has_the_same_bits_on_every_mesh(pool: RankPool, tmp_path: Path) -> None:
+    want = pool.run(Mesh({"dp": 1, "tp": 1}), _bits_alone, tmp_path)[0]
+    assert len(want[0]) == 4
+    assert pool.run(BOTH, _bits_alone, tmp_path) == [want] * 4
+    # accelerate fills the last batches of four ranks up
+    assert all(norms[:3] == want[0][:3] for norms, _ in pool.run(Mesh({"dp": 4, "tp": 1}), _bits_alone, tmp_path))
 
 
 SAVING = {"save_strategy": "steps", "save_steps": 2}

@@ -126,6 +126,55 @@ def there(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+PATHS = [
+    *(
+        (
+            f"checkpoint {name} {{}} {{}}/{out}",
+            f"{{}}/{out} is the name of a file, and a folder is written: give {give}",
+        )
+        for name, give in (("consolidate", "{}/"), ("convert", "{}/o.safetensors, or for a folder {}/"))
+        for out in ("o.bin", "o.pt/")
+    ),
+    *(
+        (f"checkpoint {name} {{}} {{}}/a.safetensors/o", "a.safetensors is there already, a file")
+        for name in ("convert", "consolidate")
+    ),
+    ("checkpoint reshard {} {}/config.json/o --tp 1", "{}/config.json is there already, a file: give another name"),
+    ("checkpoint verify no", "no does not exist"),
+    ("checkpoint inspect {}/a.safetensors/", "{}/a.safetensors/ is a file: leave out the slash at its end"),
+    ("checkpoint inspect {}/config.json", "has written: give one, or a checkpoint's folder"),
+    ("checkpoint inspect --model-key=", "word 3 is empty, '--model-key=': give a value"),
+    ("checkpoint inspect ~/no", "/no does not exist"),
+    *((f"{name} ~/config.json", "there is no file or folder /") for name in ("plan", "explain")),
+    *(
+        (f"plan {{}} --html={path}", f"--html {told}")
+        for path, told in (
+            ("{}/config.json", "{}/config.json: name a file that ends in .html"),
+            ("{}", "{}: name a file that ends in .html"),
+            ("~/no/p.html", "/"),
+        )
+    ),
+    *(
+        (f"{name} {{}} --plot {{}}/config.json/p.svg", "there is no folder {}/config.json: make it")
+        for name in ("plan", "explain")
+    ),
+    ("verify --save {}/config.py", "--save {}/config.py: name a file that ends in .json"),
+    ("explain {} --tp 2 --plan {}/a.safetensors", "{}/a.safetensors is no JSON"),
+    ("export {}/config.json", "there is no {}/config.json/config.json, which save_pretrained writes: give its folder"),
+    ("migrate {}", "no Python file (.py) is in {}"),
+]
+
+
+@pytest.mark.parametrize(("words", "said"), PATHS)
+def test_paths(words: str, said: str, there: Path) -> None:
+    """A folder for a file, a file for a folder, ``~``, a slash at the end: told before anything is read or written."""
+    before = {path: path.stat().st_mtime_ns for path in there.rglob("*")}
+    line = refused(*words.replace("{}", str(there)).split())
+    assert said.replace("{}", str(there)) in line
+    assert "~" not in line
+    assert {path: path.stat().st_mtime_ns for path in there.rglob("*")} == before
+
+
 TABLES = (
     "backends",
     "explain {} --plan auto --tp 2 --seq-len 4",

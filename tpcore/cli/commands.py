@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import typer
@@ -28,12 +30,13 @@ class Commands(TyperGroup):
             echo(f"{ctx.command_path} {ctx.invoked_subcommand}: {' '.join(f'{e}{where}'.splitlines())}", err=True)
             raise typer.Exit(2) from e
 
-    def main(self, *args: Any, **options: Any) -> Any:
+    def main(self, args: Iterable[str] | None = None, *more: Any, **options: Any) -> Any:
         """Wrong words on the command line, too, are said in one line, and printed as text: names in them may have
         sequences that a terminal obeys."""
         alone = options.get("standalone_mode", True)
         try:
-            status = super().main(*args, **options | {"standalone_mode": False})
+            words = [*_words([*(sys.argv[1:] if args is None else args)])]
+            status = super().main(words, *more, **options | {"standalone_mode": False})
         except _UsageError as e:
             path, message = "tpcore" if e.ctx is None else e.ctx.command_path, e.format_message()
             if e.ctx is not None and message == e.ctx.get_help():
@@ -46,3 +49,15 @@ class Commands(TyperGroup):
         if alone:
             sys.exit(status)
         return status
+
+
+def _words(given: list[str]) -> Iterator[str]:
+    """What was given, up to a script's own after ``--``, with the home folder for ``~``, which bash leaves in
+    ``--option=~/path``. An empty word would be the current folder."""
+    own = given.index("--") if "--" in given else len(given)
+    for at, word in enumerate(given[:own], 1):
+        option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+        if not value and (equals or not option):
+            raise typer.BadParameter(f"word {at} is empty, {word!r}: give a value, or leave it out")
+        yield f"{option}{equals}{os.path.expanduser(value)}"
+    yield from given[own:]

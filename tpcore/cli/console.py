@@ -7,6 +7,7 @@ import re
 import textwrap
 from collections.abc import Collection, Iterator
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -130,3 +131,16 @@ def bytes_of(option: str, text: str, *, unit: bool = False) -> int:
     ):
         raise ValueError(f"{option} {text}: a size such as 5GB or 500MB")
     return size
+
+
+PICTURES = ".png", ".svg", ".pdf"
+
+
+def check_target(option: str, path: Path | None, *suffixes: str) -> None:
+    """ValueError, before any work, if no file can be written at ``path``, or its name is one of another kind."""
+    if path is None:
+        return
+    if path.suffix not in suffixes or path.is_dir():
+        raise ValueError(f"{option} {path}: name a file that ends in {' or '.join(suffixes)}")
+    if not path.parent.is_dir():
+        raise ValueError(f"{option} {path}: there is no folder {path.parent}: make it, or give another")

@@ -43,6 +43,7 @@ Key = Annotated[str, typer.Option("--model-key", help="The entry that holds the 
 _CUT = "How tensors are sharded where no record says so; STRIDE blocks if fused. Repeatable."
 Cuts = Annotated[list[str] | None, typer.Option("--cut", metavar="PATTERN=DIM[:STRIDE]", help=_CUT)]
 Trust = Annotated[bool, typer.Option("--trust/--no-trust", help="Whether to read pickles (.pt, .bin).")]
+_FILES = ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".json"
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
 
@@ -60,10 +61,16 @@ def _reading(model_key: str, cut: list[str] | None, trust: bool) -> dict[str, An
     return {"rules": rules, "how": Reading(model_key, trust)}
 
 
-def _checked_folder(out: str) -> None:
-    """What is written is a folder, and who names a file wants one."""
-    if Path(out).suffix in (".safetensors", ".bin", ".pt", ".pth", ".ckpt"):
-        raise ValueError(f"{out} is the name of a file, and a folder is written: give {Path(out).with_suffix('')}")
+def _check_out(out: str, *, file: bool = False) -> None:
+    """ValueError, before any work, if ``out`` is the name of a file and a folder is written, or below a file. ``file``:
+    one of safetensors is written too."""
+    path = Path(out)
+    if path.suffix in _FILES and not (file and out.endswith(".safetensors")):
+        alone = f"{path.with_suffix('.safetensors')}, or for a folder " if file else ""
+        raise ValueError(f"{out} is the name of a file, and a folder is written: give {alone}{path.with_suffix('')}")
+    for place in (path, *path.parents):
+        if place.exists() and not place.is_dir():
+            raise ValueError(f"{out}: {place} is there already, a file: give another name")
 
 
 @checkpoint.command()
@@ -91,7 +98,7 @@ def consolidate(
     from .rewrite import consolidate as consolidate_checkpoint
 
     reading = _reading(model_key, cut, trust)
-    _checked_folder(out)
+    _check_out(out)
     if output_format not in ("safetensors", "pytorch"):
         raise ValueError(f"--format {output_format}: safetensors or pytorch")
     if adapter and (config or max_shard_size or output_format != "safetensors"):
@@ -128,7 +135,7 @@ def reshard(
     from .inspect import inspect as inspect_checkpoint
     from .rewrite import reshard as reshard_checkpoint
 
-    _checked_folder(out)
+    _check_out(out)
     reading = _reading(model_key, cut, trust)
     with _reporting(as_json) as progress:
         left_out = reshard_checkpoint(src, out, tp, strict=strict, **reading, progress=progress)
@@ -161,6 +168,7 @@ def convert(
     """
     from .rewrite import convert as convert_checkpoint
 
+    _check_out(out, file=True)
     reading = _reading(model_key, cut, trust)
     with _reporting(as_json) as progress:
         names = convert_checkpoint(src, out, **reading, progress=progress)
@@ -246,6 +254,8 @@ def verify(src: Src, model_key: Key = "model", cut: Cuts = None, trust: Trust = 
     from .inspect import verify as verify_checkpoint
     from .inspect import without_checksums
 
+    if not Path(src).exists():
+        raise ValueError(f"{src} does not exist")
     reading = _reading(model_key, cut, trust)
     with _reporting(as_json) as progress:
         problems = verify_checkpoint(src, **reading, progress=progress)

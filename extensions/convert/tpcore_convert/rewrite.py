@@ -285,6 +285,8 @@ def convert(
         if isinstance(source, Native):
             raise CheckpointError(f"{source.path} is a tpcore checkpoint already: consolidate or reshard it")
         if source.sharded:
+            if os.fspath(out).endswith(".safetensors"):
+                raise CheckpointError(f"{source.path} has shards, of which a folder is written: {out} names a file")
             mixed = source.mixed
             return _write_shards(source, out, source.tp, joined=mixed, strict=True, rules=rules, progress=progress)[0]
         if not os.fspath(out).endswith(".safetensors"):

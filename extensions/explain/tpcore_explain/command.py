@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from tpcore.cli.console import Table, dtype_of, echo, numbers_of, tell, working
+from tpcore.cli.console import PICTURES, Table, check_target, dtype_of, echo, numbers_of, tell, working
 from tpcore.errors import extra
 
 from .explain import Collective, Explanation, Program, StageCost, explain
@@ -59,6 +59,7 @@ def explain_step(
     Docs: docs/explain.md
     """
     options: dict[str, Any] = {name: value for name, value in locals().items() if name not in ("as_json", "plot")}
+    check_target("--plot", plot, *PICTURES)
     try:
         options |= {name: dtype_of(options[name]) for name in ("dtype", "master_dtype") if options[name] is not None}
         options |= {"max_norm": max_norm or None, "ranks": None if ranks is None else numbers_of("--ranks", ranks)}

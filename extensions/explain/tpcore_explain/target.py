@@ -125,6 +125,8 @@ def _made(transformers: Any, target: str) -> Any:
         cls = getattr(transformers, names[0], None) if names else None
     else:
         cls = getattr(transformers, target, None)
+        if "/" in target or target.endswith(".json"):
+            raise ValueError(f"there is no file or folder {target}; {_FORMS}")
         if cls is None or getattr(cls, "config_class", None) is None:
             raise ValueError(f"transformers has no model class {target!r}; {_FORMS}")
         config = cls.config_class()
@@ -137,13 +139,17 @@ def _made(transformers: Any, target: str) -> Any:
 def _read_config(transformers: Any, path: Path) -> Any:
     if not path.is_file():
         raise ValueError(f"there is no file {path}; {_FORMS}")
-    try:
-        entries = json.loads(read_file(str(path)))
-    except ValueError as e:
-        raise ValueError(f"{path} is no JSON: {e}") from e
+    entries = _json(path)
     if not isinstance(entries, dict) or "model_type" not in entries:
         raise ValueError(f"{path} is no Hugging Face config: it has no model_type")
     return transformers.AutoConfig.for_model(entries.pop("model_type"), **entries)
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(read_file(str(path)))
+    except ValueError as e:
+        raise ValueError(f"{path} is no JSON: {e}") from e
 
 
 def hugging_face_inputs(model: Any, batch_size: int, seq_len: int) -> ModelInputs:
@@ -167,7 +173,7 @@ def rules_in(plan: str) -> dict[str, str]:
     path = Path(plan)
     if not path.is_file():
         raise ValueError(f"plan {plan!r} is no file: name a JSON file of rules, or {AUTO!r} for the model's own")
-    rules = json.loads(read_file(str(path)))
+    rules = _json(path)
     if not isinstance(rules, dict) or not all(isinstance(style, str) for style in rules.values()):
         raise ValueError(f'{path} is no plan: it has to be a dict like {{"model.layers.*.mlp": "replicate"}}')
     return rules

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from tpcore.cli.console import Table, bytes_of, dtype_of, tell, working
+from tpcore.cli.console import PICTURES, Table, bytes_of, check_target, dtype_of, tell, working
 from tpcore.errors import counted, extra
 from tpcore_explain.summary import save_pictures, size
 
@@ -58,6 +58,8 @@ def plan_mesh(
     from .page import save_page
     from .search import plan
 
+    check_target("--html", html, ".html")
+    check_target("--plot", plot, *PICTURES)
     sizes: dict[str, Any] = {"hosts": hosts, "devices": devices, "per_host": per_host, "machine": machine}
     sizes |= {"batch": batch, "seq_len": seq_len, "dtype": dtype_of(dtype), "capacity_factor": capacity_factor}
     if any(option is not None for option in (interleaved, recompute, overlap)) or fused or fsdp:

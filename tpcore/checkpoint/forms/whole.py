@@ -47,7 +47,9 @@ def open_file(path: str, how: Reading, stack: ExitStack) -> tuple[State, Mapping
             f"{path} has the form that torch wrote before 1.6, which cannot be read in part: "
             "write it anew, torch.save(torch.load(path, weights_only=True), path)"
         )
-    raise CheckpointError(f"{path} is neither a .safetensors file nor one that torch.save has written")
+    raise CheckpointError(
+        f"{path} is neither a .safetensors file nor one that torch.save has written: give one, or a checkpoint's folder"
+    )
 
 
 def _stored(where: str, shard: Shard) -> Stored:

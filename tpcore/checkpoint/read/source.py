@@ -43,7 +43,8 @@ def open_source(path: str, how: Reading, stack: ExitStack, *, sharded: bool | No
 
 def _unknown(path: str, sharded: bool | None) -> str:
     if not os.path.exists(path):
-        return f"{path} does not exist"
+        file = os.path.isfile(path.rstrip("/"))
+        return f"{path} is a file: leave out the slash at its end" if file else f"{path} does not exist"
     if not os.path.isdir(path):
         return f"{path} is a file: give sharded=False" if sharded else f"{path} is neither a file nor a directory"
     names = sorted(os.listdir(path))

@@ -13,7 +13,7 @@ import typer
 
 from tpcore import settings
 from tpcore.backend.registry import load_backend
-from tpcore.cli.console import Table, echo, show, tell, working
+from tpcore.cli.console import Table, check_target, echo, show, tell, working
 from tpcore.processes.launch import launch
 from tpcore.runtime.init import choose_backend
 
@@ -66,6 +66,7 @@ def verify(
 
     Docs: docs/verify-script.md
     """
+    check_target("--save", save, ".json")
     if script is not None:
         options = {"ranks": ranks, "steps": steps, "dtype": dtype}
         _verify_script(script, arguments or [], options, backend, save, as_json)

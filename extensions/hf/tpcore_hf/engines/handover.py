@@ -178,8 +178,8 @@ def quiet() -> Iterator[None]:
 def entries_of(path: Path) -> dict[str, Any]:
     try:
         entries = json.loads(path.read_text())
-    except FileNotFoundError as e:
-        raise CheckpointError(f"there is no {path}, which save_pretrained writes") from e
+    except (FileNotFoundError, NotADirectoryError) as e:
+        raise CheckpointError(f"there is no {path}, which save_pretrained writes: give its folder") from e
     except ValueError as e:
         raise CheckpointError(f"{path} is not JSON: {e}") from e
     if not isinstance(entries, dict):

@@ -41,6 +41,8 @@ def migrate(
         if path.suffix == ".ipynb":  # JSON, which reads as Python without imports
             raise ValueError(f"{path} is a notebook: `jupyter nbconvert --to script` makes a script of it")
     scripts = [(file, path) for path in paths for file in ([path] if path.is_file() else sorted(path.rglob("*.py")))]
+    if not scripts:
+        raise ValueError(f"no Python file (.py) is in {', '.join(map(str, paths))}")
     found: dict[str, Script] = {}
     changed = 0
     for file, path in scripts:

@@ -36,7 +36,7 @@ The largest share of the allowed error, over all cases, ranks and dtypes.
 BITS = """\
 ## The same bits
 
-The hash of all weights after training with `reproducible=8` ([how](reproducible.md)), by mesh, with ranks as threads:
+The hash of all weights after training with `reproducible=8` ([how](reproducible.md)), with ranks as threads:
 `python -m benchmarks.reproducible bits`.
 """
 

@@ -136,17 +136,15 @@ def bits(steps: int, models: list[str]) -> None:
     meshes = [" ".join(f"{axis}={n}" for axis, n in axes.items()) for axes in MESHES]
     print(
         f"{conditions()}; {MICROBATCHES} microbatches on all ranks of dp together, {steps} clipped steps of AdamW, or "
-        "of what is named\n"
+        f"of what is named; on {', '.join(meshes)}\n"
     )
-    print(
-        f"| model | dtype | {' | '.join(meshes)} | same losses, norms, weights |\n|---|---|{'---|' * len(MESHES)}---|"
-    )
+    print("| model | dtype | weights | losses, norms, weights on every mesh |\n|---|---|---|---|")
     for name in models:
         for dtype in DTYPES:
             found = [on(axes, MODELS[name], dtype, steps) for axes in MESHES]
-            same = "the same" if all(other == found[0] for other in found) else "**different**"
-            hashes = " | ".join(f"`{weights}`" for _, weights in found)
-            print(f"| {name} | {str(dtype)[6:]} | {hashes} | {same} |", flush=True)
+            other = [mesh for mesh, of in zip(meshes, found, strict=True) if of != found[0]]
+            same = f"**different** on {', '.join(other)}" if other else "the same"
+            print(f"| {name} | {str(dtype)[6:]} | `{found[0][1]}` | {same} |", flush=True)
 
 
 SIZES: dict[str, dict[str, Any]] = {

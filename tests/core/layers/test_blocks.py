@@ -65,6 +65,19 @@ class Attention(nn.Module):
         return self.out(y.transpose(1, 2).flatten(2))
 
 
+class Shared(nn.Module):
+    """Two column layers read one copy of the input."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.gate, self.up = (tpcore.ColumnParallelLinear(32, 128, gather_output=False, dtype=dtype) for _ in range(2))
+        self.down = tpcore.RowParallelLinear(128, 32, input_is_parallel=True, dtype=dtype)
+        tpcore.layers.share_input(self, self.gate, self.up, argument="x")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
 class Words(nn.Module):
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -84,6 +97,7 @@ KINDS = {
     "gate and up in one": lambda dtype: Pair(32, 1024, dtype, (Block(512), Block(512))),
     "sequence parallel": lambda dtype: Pair(32, 128, dtype, seq=1),
     "conv1d": GPT2,
+    "one input for two": Shared,
     "heads": Attention,
     "heads, fused": lambda dtype: Attention(dtype, fused=True),
     "words": Words,

@@ -108,6 +108,7 @@ NAMES: dict[str, dict[str, str]] = {
         "torch.ops.aten:_fused_sdp_choice": "",
         "torch.ops.aten:_index_put_impl_": "",
         "torch.ops.aten:_to_copy": "",
+        "torch.ops.aten:_local_scalar_dense": "",
         "torch.ops.aten:_assert_tensor_metadata": "",
         "torch.ops.aten:_log_softmax": "",
         "torch.ops.aten:_log_softmax_backward_data": "",

@@ -278,8 +278,7 @@ def convert(
     progress: Progress = SILENT,
 ) -> list[str]:
     """Write the contents of ``src`` without pickle: shards of other libraries as a checkpoint of the same degree, the
-    model in an unsharded file as the file ``out`` if that ends in ``.safetensors``, otherwise as a directory. Returns
-    the names of written files or directories."""
+    model in an unsharded file as the file ``out`` if that ends in ``.safetensors``, else as a directory. Returns names."""
     how = how or Reading()
     with opened(src, how, rules) as source:
         if isinstance(source, Native):

@@ -138,6 +138,11 @@ def test_on_any_mesh(
 
 def test_on_the_command_line(tmp_path: Path, enum: Enum) -> None:
     write(tmp_path / "c", 2, [2, 1], enum)
+    with pytest.raises(
+        CheckpointError, match=r"has shards, of which a folder is written: .*/w.safetensors names a file"
+    ):
+        convert(tmp_path / "c", tmp_path / "w.safetensors")
+    assert not (tmp_path / "w.safetensors").exists()
     convert(tmp_path / "c", tmp_path / "ours")
     want = model().state_dict()
     for name in ("c", "ours"):

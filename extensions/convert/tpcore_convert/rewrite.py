@@ -277,8 +277,8 @@ def convert(
     how: Reading | None = None,
     progress: Progress = SILENT,
 ) -> list[str]:
-    """Write the contents of ``src`` without pickle: shards of other libraries as a checkpoint of the same degree, the
-    model in an unsharded file as the file ``out`` if that ends in ``.safetensors``, else as a directory. Returns names."""
+    """Write ``src`` without pickle: shards of other libraries as a checkpoint of the same degree, else the file ``out``
+    if that ends in ``.safetensors``, or a directory. Returns the names of written files or directories."""
     how = how or Reading()
     with opened(src, how, rules) as source:
         if isinstance(source, Native):

@@ -683,8 +683,8 @@ ranks: its loss, its output and every gradient equal the whole model's
 (`PYTHONPATH=tests python -m helpers.families --table`).
 
 The figure is the part of the parameters that each of the two ranks holds. Above 65% a family is right, not sharded, and
-what stays whole follows: convolutions, tables of positions and of patches, which weigh more in tiny models than in real
-ones, parameters read without a call, and attention or experts that compute with all heads or features at once. Beside
+what stays whole follows: most of it convolutions, poolers, tables of positions and of patches, which weigh more in tiny
+models than in real ones, parameters read without a call, and what computes with all heads or features at once. Beside
 tensor parallelism `parallelize` takes a model with what the column `also with` names, and refuses the rest by a
 `ValueError`: `sp` is `sequence_parallel=True`, `cp` and `pp` axes of the mesh, `experts` is `expert_parallel=True`,
 `LoRA` adapters of all linear layers, `generate` and `serve` say whether it generates, and from buffers of one length.

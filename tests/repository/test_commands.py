@@ -144,14 +144,13 @@ PATHS = [
     ("checkpoint inspect {}/a.safetensors/", "{}/a.safetensors/ is a file: leave out the slash at its end"),
     ("checkpoint inspect {}/config.json", "has written: give one, or a checkpoint's folder"),
     ("checkpoint inspect --model-key=", "word 3 is empty, '--model-key=': give a value"),
-    ("checkpoint inspect ~/no", "/no does not exist"),
-    *((f"{name} ~/config.json", "there is no file or folder /") for name in ("plan", "explain")),
+    ("plan {} --html=~/no/p.html", "/no: make it, or give another"),
+    *((f"{name} no/config.json", "there is no file or folder no/config.json") for name in ("plan", "explain")),
     *(
         (f"plan {{}} --html={path}", f"--html {told}")
         for path, told in (
             ("{}/config.json", "{}/config.json: name a file that ends in .html"),
             ("{}", "{}: name a file that ends in .html"),
-            ("~/no/p.html", "/"),
         )
     ),
     *(

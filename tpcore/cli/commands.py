@@ -52,12 +52,12 @@ class Commands(TyperGroup):
 
 
 def _words(given: list[str]) -> Iterator[str]:
-    """What was given, up to a script's own after ``--``, with the home folder for ``~``, which bash leaves in
+    """What was given, up to what is after ``--``, with the home folder for the ``~`` that bash leaves in
     ``--option=~/path``. An empty word would be the current folder."""
     own = given.index("--") if "--" in given else len(given)
     for at, word in enumerate(given[:own], 1):
         option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
         if not value and (equals or not option):
             raise typer.BadParameter(f"word {at} is empty, {word!r}: give a value, or leave it out")
-        yield f"{option}{equals}{os.path.expanduser(value)}"
+        yield f"{option}{equals}{os.path.expanduser(value) if option else value}"
     yield from given[own:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import textwrap
 from collections.abc import Collection, Iterator
@@ -140,7 +141,9 @@ def check_target(option: str, path: Path | None, *suffixes: str) -> None:
     """ValueError, before any work, if no file can be written at ``path``, or its name is one of another kind."""
     if path is None:
         return
-    if path.suffix not in suffixes or path.is_dir():
+    if path.suffix.lower() not in suffixes or path.is_dir():
         raise ValueError(f"{option} {path}: name a file that ends in {' or '.join(suffixes)}")
     if not path.parent.is_dir():
         raise ValueError(f"{option} {path}: there is no folder {path.parent}: make it, or give another")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"{option} {path} must not be written: give another")

@@ -19,10 +19,11 @@ def init_weights(model: nn.Module, fn: Callable[[nn.Module], object]) -> nn.Modu
     """``model.apply(fn)``, where each rank gets its part of what ``fn`` does to whole modules; returns the model.
 
     ``fn`` gets the model's modules, in the order of ``apply``. Until it returns a sharded layer is of the kind that it
-    was made of (``nn.Linear``, ``nn.Embedding``, transformers' ``Conv1D``), with the present whole values on the CPU.
-    Every rank draws the random numbers of the unsharded model, so that the same seed gives the same values at every
-    degree. One layer's whole is in memory at a time. Collective over the ranks of the layers. ValueError for a model on
-    stages, of which a rank has not all modules: initialize it before it is sharded.
+    was made of (``nn.Linear``, ``nn.Embedding``, transformers' ``Conv1D``), with the present whole values on the CPU,
+    in the same Parameters, or in others where those of the device take none of the CPU. Every rank draws the random
+    numbers of the unsharded model, so that the same seed gives the same values at every degree. One layer's whole is in
+    memory at a time. Collective over the ranks of the layers. ValueError for a model on stages, of which a rank has not
+    all modules: initialize it before it is sharded.
     """
     for name, p in model.named_parameters():
         mark = sharding(p)

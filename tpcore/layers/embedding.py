@@ -48,7 +48,9 @@ def check_ids(ids: Tensor, size: int, what: str, ignore: int | None = None, *, r
 
 def _beyond(ids: Tensor, size: int) -> tuple[int, int] | None:
     """The least and the largest id, unless all are in ``range(size)``."""
-    low, high = (int(v) for v in torch.aminmax(ids)) if ids.numel() else (0, 0)
+    if not ids.numel():
+        return None
+    low, high = (int(v) for v in torch.aminmax(ids))
     return (low, high) if low < 0 or high >= size else None
 
 

@@ -21,8 +21,11 @@ class Runs(BatchSampler):
     have for one step. What is left at the end, and is not so many for each, is taken in turn."""
 
     def __init__(self, batches: Any, ranks: int, length: int) -> None:
-        self.sampler, self.batch_size, self.drop_last = batches.sampler, batches.batch_size, batches.drop_last
         self.batches, self.ranks, self.length = batches, ranks, length
+
+    def __getattr__(self, name: str) -> Any:
+        """What ``batches`` has, and only that, for those who look for ``sampler`` or ``set_epoch``."""
+        return getattr(vars(self)["batches"], name)
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -37,17 +40,26 @@ class Runs(BatchSampler):
 
 def in_runs(loader: Any, length: int) -> Any:
     """In a ``reproducible`` job, ``loader`` with each dp rank's ``length`` batches of a step in a row, so that their
-    gradients are added in the tree of one rank. ValueError for a prepared loader that is not dealt by its batches."""
+    gradients are added in the tree of one rank. ValueError for a prepared loader whose batches are others than those of
+    one rank: pieces of batches, of data without a length, or filled up at the end."""
     ctx = current()
-    if ctx.reproducible is None or min(length, ctx.batch.size) == 1:
+    ranks, dealt = ctx.batch.size, getattr(loader, "batch_sampler", None)
+    if ctx.reproducible is None or ranks == 1:
         return loader
-    dealt = getattr(loader, "batch_sampler", None)
-    if not isinstance(dealt, BatchSamplerShard):
+    sampler: Any = getattr(getattr(dealt, "batch_sampler", None), "sampler", None)
+    if not isinstance(dealt, BatchSamplerShard) or dealt.split_batches or not hasattr(sampler, "__len__"):
         raise ValueError(
-            f"reproducible={ctx.reproducible}: {length} batches a step of data without a length are dealt to "
-            f"{ctx.batch.size} dp ranks in turn, and gradients are added in runs: take gradient_accumulation_steps=1"
+            f"reproducible={ctx.reproducible}: {ranks} dp ranks would have other batches than one: take a dataset with "
+            "a length, without split_batches and samplers of batches"
         )
-    dealt.batch_sampler = Runs(dealt.batch_sampler, ctx.batch.size, length)
+    examples, size = len(sampler), int(dealt.batch_size)
+    if left := examples % (size * ranks):
+        raise ValueError(
+            f"reproducible={ctx.reproducible}: {examples} examples are no whole number of batches of {size} for "
+            f"{ranks} dp ranks, for which accelerate fills up or drops the last: take {examples - left}"
+        )
+    if length > 1:
+        dealt.batch_sampler = Runs(dealt.batch_sampler, ranks, length)
     return loader
 
 

@@ -156,6 +156,15 @@ class _Generating(_Sharded):
             )
         super().__init__(model, *more, args=args, **kwargs)
 
+    def get_train_dataloader(self) -> Any:
+        ctx = current()
+        if ctx.reproducible is not None and ctx.batch.size > 1:
+            raise ValueError(
+                f"reproducible={ctx.reproducible}: {type(self).__name__} compares samples of one prompt on all "
+                f"{ctx.batch.size} dp ranks, which draw others than one would: take dp=1"
+            )
+        return super().get_train_dataloader()
+
 
 class GRPOTrainer(_Generating, trl.GRPOTrainer):  # type: ignore[misc, unused-ignore]
     """``trl.GRPOTrainer``, in the same way. The reference of a KL term (``beta``) is loaded as by TRL, and sharded."""

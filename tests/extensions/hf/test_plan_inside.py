@@ -123,8 +123,11 @@ class Read(Network):
 
 
 class Penalized(Network):
+    """What is read is found also where the forward then needs values."""
+
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + self.down_proj.weight.square().sum()
+        penalty = self.down_proj.weight.chunk(2)[0].square().sum()
+        return super().forward(x) + (penalty if penalty > 0 else 0)
 
 
 class Direct(Network):
@@ -132,7 +135,11 @@ class Direct(Network):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.gate_proj.forward(x.to(self.gate_proj.weight.dtype))
-        return self.down_proj.forward(F.silu(h.to(self.down_proj.weight)))
+        return (
+            self.down_proj.forward(F.silu(h.to(self.down_proj.weight)))
+            + self.down_proj.weight.new_ones(())
+            + self.down_proj.bias
+        )
 
 
 WHOLE = {Before: "squeeze norm widen", After: "scale router", Latent: "norm squeeze"}

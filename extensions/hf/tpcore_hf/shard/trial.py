@@ -27,6 +27,7 @@ from ..private import of_transformers
 Made = Mapping[nn.Module, tuple[Cut, ParallelModule]]
 _OTHER = {plan.HEADS_ARGUMENT, plan.PARAMETER_HEADS}
 """Styles that change what a forward gets otherwise than by the sizes of a layer."""
+_NEW = {Tensor.new_empty, Tensor.new_full, Tensor.new_ones, Tensor.new_tensor, Tensor.new_zeros}
 
 
 @dataclass
@@ -69,8 +70,10 @@ class _Reads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        taken = args[:1] if func in (Tensor.to, Tensor.type_as) else (args, kwargs)
-        for module in (self.calls.parts.get(t) for t in nested.tensors(taken)) if isinstance(output, Tensor) else ():
+        # of the others these take a dtype and a device
+        taken = args[:1] if func in (Tensor.to, Tensor.type_as) else args[1:] if func in _NEW else (args, kwargs)
+        reads = any(True for _ in nested.tensors(output))
+        for module in (self.calls.parts.get(t) for t in nested.tensors(taken)) if reads else ():
             if module is not None and module not in self.calls.inside[-1:]:
                 self.calls.read = module
                 raise ValueError("a parameter is read")
@@ -90,7 +93,7 @@ def check_forward(
         return
     calls = _Calls({cut.module: made[cut.module] for cut in ends}, {cut.module for cut in sharded})
     error = _error(model, calls, localize)
-    if error is not None and _error(model, _Calls({}), lambda: None) is None:
+    if calls.read is not None or (error is not None and _error(model, _Calls({}), lambda: None) is None):
         raise ValueError(_refusal(model, calls, error)) from error
 
 
@@ -122,7 +125,10 @@ def _without_values(model: nn.Module, calls: _Calls) -> Iterator[None]:
             table["_parameters"] = {name: p if p is None else _empty(p) for name, p in layer._parameters.items()}
             table.update(zip(FORWARD_HOOKS, ({-1: calls.enter}, {-1: calls.leave}), strict=True))
             if module in calls.sharded:
-                calls.parts |= {p: module for p in table["_parameters"].values() if p is not None}
+                specs = layer.shard_specs if isinstance(layer, ParallelModule) else {}
+                whole = {name for name, spec in specs.items() if spec.dim is None}
+                own = ((p, module) for name, p in table["_parameters"].items() if p is not None and name not in whole)
+                calls.parts.update(own)
                 table["forward"] = partial(calls.computing, module, module.forward)
             if "nf" in table and layer is not module:
                 table["nf"] = layer.get_parameter("weight").shape[1]
@@ -146,7 +152,7 @@ def _unshared(value: object) -> object:
     return {n: _unshared(v) for n, v in value.items()} if isinstance(value, dict) else copy.copy(value)
 
 
-def _refusal(model: nn.Module, calls: _Calls, error: Exception) -> str:
+def _refusal(model: nn.Module, calls: _Calls, error: Exception | None) -> str:
     names = {module: name and general(model, name) for name, module in model.named_modules()}
     inside = calls.inside[-1] if calls.inside else model
     if calls.read is not None:

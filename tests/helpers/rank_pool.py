@@ -35,7 +35,7 @@ from tpcore.processes.transfer import (
     unpack_outcome,
 )
 from tpcore.runtime.context import ParallelContext, use
-from tpcore.settings import changed, of_rank
+from tpcore.settings import CHECK, changed, of_rank
 
 
 class RankStuck(BackendError):
@@ -109,7 +109,9 @@ class RankPool:
         number = next(self._jobs)
         folder = self._folder / f"run{number}"
         folder.mkdir()
-        return _Job(number, size, timeout, dict(env), self._class.job(folder), stay)
+        # a process of a fork server has the environment of the test that started that
+        checked = {CHECK.name: CHECK.text()} if CHECK.is_set else {}
+        return _Job(number, size, timeout, checked | dict(env), self._class.job(folder), stay)
 
     def pids(self) -> list[int]:
         return [w.process.pid or 0 for w in self._workers]

@@ -146,4 +146,4 @@ def check_target(option: str, path: Path | None, *suffixes: str) -> None:
     if not path.parent.is_dir():
         raise ValueError(f"{option} {path}: there is no folder {path.parent}: make it, or give another")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ValueError(f"{option} {path} must not be written: give another")
+        raise ValueError(f"{option} {path}: there is no permission to write it: give another")

@@ -18,14 +18,16 @@ with extra("trainer", __name__):
 
 class Runs(BatchSampler):
     """Batches in another order, in which ranks that take them in turn have ``length`` in a row each, of all that they
-    have for one step. What is left at the end, and is not so many for each, is taken in turn."""
+    have for one step; at the end fewer. As many for each rank."""
 
     def __init__(self, batches: Any, ranks: int, length: int) -> None:
         self.batches, self.ranks, self.length = batches, ranks, length
 
     def __getattr__(self, name: str) -> Any:
         """What ``batches`` has, and only that, for those who look for ``sampler`` or ``set_epoch``."""
-        return getattr(vars(self)["batches"], name)
+        if name == "batches":  # asked of a copy before it has anything
+            raise AttributeError(name)
+        return getattr(self.batches, name)
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -35,7 +37,6 @@ class Runs(BatchSampler):
         while step := list(islice(batches, self.ranks * self.length)):
             run = len(step) // self.ranks
             yield from (step[rank * run + i] for i in range(run) for rank in range(self.ranks))
-            yield from step[self.ranks * run :]
 
 
 def in_runs(loader: Any, length: int) -> Any:

@@ -88,10 +88,12 @@ class RankPool:
         """
         if mesh.size > self.size:
             raise ValueError(f"mesh {dict(mesh.axes)} has {mesh.size} ranks, the pool {self.size} processes")
+        # a process of a fork server has the environment of the test that started that
+        variables = ({CHECK.name: CHECK.text()} if CHECK.is_set else {}) | dict(env or {})
         job = self._standing
         if not stay or job is None or job.size != mesh.size:
-            job = self._job(mesh.size, timeout, env or {}, stay)
-        elif (job.timeout, job.env) != (timeout, dict(env or {})):
+            job = self._job(mesh.size, timeout, variables, stay)
+        elif (job.timeout, job.env) != (timeout, variables):
             raise ValueError(f"the ranks that stay have timeout={job.timeout:g} and env={job.env} in all their runs")
         self._standing = None
         call = pack_call(fn, args, {"backend": self._backend})
@@ -105,13 +107,11 @@ class RankPool:
             self._standing = job
         return outcomes
 
-    def _job(self, size: int, timeout: float, env: Mapping[str, str], stay: bool) -> _Job:
+    def _job(self, size: int, timeout: float, env: dict[str, str], stay: bool) -> _Job:
         number = next(self._jobs)
         folder = self._folder / f"run{number}"
         folder.mkdir()
-        # a process of a fork server has the environment of the test that started that
-        checked = {CHECK.name: CHECK.text()} if CHECK.is_set else {}
-        return _Job(number, size, timeout, checked | dict(env), self._class.job(folder), stay)
+        return _Job(number, size, timeout, env, self._class.job(folder), stay)
 
     def pids(self) -> list[int]:
         return [w.process.pid or 0 for w in self._workers]

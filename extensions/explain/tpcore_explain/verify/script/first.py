@@ -212,8 +212,8 @@ class _Seen:
                 return CAUSES["clipped"]
             return CAUSES["replicated" if differ and same else "scaled" if scaled else "gradient"]
         if entry.direction == UPDATE:
-            still = any(not t.any() for t in origin.mine.values()) and bool(origin.whole.any())
-            return CAUSES["still" if still and not self.judge.bits else "optimizer"]
+            still = any(self.judge.stays(self.judge.ranks[r], entry) for r in origin.mine)
+            return CAUSES["still" if still and not self.judge.stays(self.alone, entry) else "optimizer"]
         if entry.direction == BACKWARD:
             own = "gradient" if entry.what.startswith("parameter") else "backward"
             return CAUSES["scaled" if scaled else own]
@@ -288,12 +288,11 @@ def _factor(judged: Judged) -> float | None:
 
 
 def _rounds(judged: Judged) -> bool:
-    """Whether all that differs, does so by a few of the last bits of the largest value."""
-    _, error, _ = _apart(judged)
-    whole = judged.whole
-    return whole.is_floating_point() and 0 < error <= 16 * torch.finfo(whole.dtype).eps * largest(whole)
+    """Whether all that differs, does so by a few of the last bits of large values."""
+    pairs = _pairs(judged)
+    return len(pairs) == len(judged.mine) > 0 and not judged.missing and all(judged.near(t, b) for _, t, b in pairs)
 
 
 def _alike(judged: Judged) -> bool:
     values = list(judged.mine.values())
-    return all(t.shape == values[0].shape and judged.close(t, values[0]) for t in values)
+    return all(t.shape == values[0].shape and judged.near(t, values[0]) for t in values)

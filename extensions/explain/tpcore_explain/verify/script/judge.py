@@ -16,6 +16,7 @@ _EXACT = 1e-9  # of float64, relative to the largest value: many thousand roundi
 _UPDATE = 1e-6  # of an update: Adam divides by gradients that may be noise, down to its eps of 1e-8
 _SMALL = 1e-2  # of the largest value of its kind: smaller tensors, as the gradient of a key's bias, may be noise alone
 _FEW = 8  # entries, of which one sample of noise may by chance say that there is none
+_LAST_BITS = 16  # of the largest value: what another order of addition changes
 _NOISE = 4.0  # times what rounding changes in one process: sums over ranks round once more, and noise is a sample
 
 
@@ -29,6 +30,7 @@ class Judged:
     mine: dict[int, Tensor]
     fit: Fit
     close: Callable[[Tensor, Tensor], bool]
+    near: Callable[[Tensor, Tensor], bool]  # as close, but for rounding
     missing: Sequence[int] = ()
 
     @property
@@ -59,10 +61,19 @@ class Judge:
         value = trace.entries[entry]
         if entry.direction != UPDATE or self.bits or self.noisy is not None:
             return value
+        before = self._before(trace, entry)
+        return value if before is None else value - before
+
+    def stays(self, trace: Trace, entry: TraceEntry) -> bool:
+        """Whether a step left the parameter as it was."""
+        before = self._before(trace, entry)
+        return before is not None and torch.equal(trace.entries[entry], before)
+
+    def _before(self, trace: Trace, entry: TraceEntry) -> Tensor | None:
         before = trace.entries.get(entry._replace(step=entry.step - 1))
         if before is None:
             before = next((v for e, v in trace.entries.items() if e.direction == START and e[2:4] == entry[2:4]), None)
-        return value if before is None else value - before
+        return before
 
     def _moved(self, entry: TraceEntry, value: Tensor) -> float:
         """By rounding; of a gradient of few entries as much as of others in its module."""
@@ -92,6 +103,9 @@ class Judge:
             before = self.alone.entries.get(TraceEntry(0, START, entry.module, entry.what))
             return 0.75 * largest(value - before) if before is not None else torch.inf
         size = max(largest(value), _SMALL * self._largest[entry.direction])
+        if self.bits:  # of what ranks add in another order
+            bits = _LAST_BITS * torch.finfo(value.dtype).eps if value.is_floating_point() else 0.0
+            return max(_EXACT, bits) * size
         if self.noisy is None:
             return (_UPDATE if entry.direction == UPDATE else _EXACT) * size
         return _NOISE * max(self._moved(entry, value), self._usual.get(entry.direction, 0.0) * size)
@@ -114,7 +128,7 @@ class Judge:
             a = a.masked_fill(b.isnan(), torch.nan) if any_number else a
             return torch.allclose(a.double(), b.double(), rtol=0, atol=allowed, equal_nan=True)
 
-        close = torch.equal if self.bits else near
+        close = torch.equal if self.bits and not scale else near  # a quotient rounds
         if not mine and entry.direction in (FORWARD, BACKWARD) and entry.what != "loss":
             return None
         missing = self._missing(entry, mine)
@@ -128,7 +142,7 @@ class Judge:
             found = fit(whole, list(mine.values()), close, near)
             if found.kind == NONE and self._bias_on_each(entry, whole, list(mine.values()), near):
                 found = Fit(SUM, found.blocks)
-        judged = Judged(entry, whole, mine, found, close, missing)
+        judged = Judged(entry, whole, mine, found, close, near, missing)
         return None if found.kind == NONE and not found.blocks and not self.must_be_there(entry) else judged
 
     def must_be_there(self, entry: TraceEntry) -> bool:
@@ -169,12 +183,10 @@ class Judge:
     def _scaled(self, whole: Tensor, mine: list[Tensor], close: Callable[..., bool], near: Callable[..., bool]) -> Fit:
         """Ranks with other examples each take the mean loss of theirs: all their gradients are as many times larger as
         there are parts of the batch, until the mean over ranks."""
-        fits = {n: fit(whole * n, mine, close, near) for n in self._factors}
-        good = [n for n, f in fits.items() if f.kind != NONE]
-        if not good:
-            return fits[self._factors[0]]
-        self._factors = good
-        return fits[good[0]]
+        fits = {n: fit(whole * n, mine, near, near) for n in self._factors}
+        self._factors = [n for n, f in fits.items() if f.kind != NONE] or self._factors
+        first = self._factors[0]
+        return fits[first] if close is near else fit(whole * first, mine, close, near)
 
 
 def _masks(whole: Tensor, ranks: list[Tensor]) -> Fit:

@@ -23,12 +23,13 @@ class Fit(NamedTuple):
 
 
 def fit(whole: Tensor, ranks: Sequence[Tensor], close: Close, near: Close) -> Fit:
-    """Of the ranks that have the tensor, in rank order. ``near``: as ``close``, of sums."""
+    """Of the ranks that have the tensor, in rank order. ``near``: as ``close``, of sums; what ranks have near the whole
+    is none, whose mean it would be."""
     guesses = []
     for blocks, group in _divisions(whole, ranks):
         if all(map(close, ranks, blocks)):
             return Fit(PART if blocks[0].shape != whole.shape else WHOLE)
-        if whole.is_floating_point() and _adds_up(ranks, blocks, group, near):
+        if whole.is_floating_point() and not all(map(near, ranks, blocks)) and _adds_up(ranks, blocks, group, near):
             return Fit(SUM)
         guesses.append(blocks)
     if _same_slices(whole, ranks, close):

@@ -178,9 +178,17 @@ class _Net(nn.Module):
 
 
 def train(
-    name: str, tp: int = 1, *, right: bool = False, seed: int = 0, steps: int = 2, dtype: torch.dtype | None = None
+    name: str,
+    tp: int = 1,
+    *,
+    right: bool = False,
+    seed: int = 0,
+    steps: int = 2,
+    dtype: torch.dtype | None = None,
+    microbatches: int | None = None,
 ) -> None:
-    """On this rank, with the mistake of this name, unless the rank is alone or the script ``right``."""
+    """On this rank, with the mistake of this name, unless the rank is alone or the script ``right``. ``microbatches``:
+    of all ranks together; one on each by default."""
     ctx = tpcore.current()
     bug = name if ctx.mesh.size > 1 and not right else ""
     torch.manual_seed(seed + (ctx.rank if bug == "initial values" else 0))
@@ -200,15 +208,16 @@ def train(
     batch, cp = ctx.batch, ctx.over_axis("cp")
     for step in range(steps):
         torch.manual_seed(seed + 100 + step + (ctx.rank if bug == "batch of each rank" else 0))
-        ids = torch.randint(0, VOCABULARY, (ROWS, TOKENS)).chunk(batch.size)[ctx.index(batch)]
-        labels = ids.roll(-1, 1)
-        if cp is not None:
-            ids, labels = (t.chunk(cp.size, 1)[ctx.coord("cp")] for t in (ids, labels))
-        loss = F.cross_entropy(net(ids).flatten(0, 1), labels.flatten())
-        if bug.startswith("cp: loss"):
-            loss = loss / ctx.data.size
+        every = torch.randint(0, VOCABULARY, (ROWS, TOKENS)).chunk(microbatches or batch.size)
         optimizer.zero_grad()
-        loss.backward()
+        mine = len(every) // batch.size
+        for rows in every[ctx.index(batch) * mine :][:mine]:
+            pair = rows, rows.roll(-1, 1)
+            ids, labels = pair if cp is None else (t.chunk(cp.size, 1)[ctx.coord("cp")] for t in pair)
+            loss = F.cross_entropy(net(ids).flatten(0, 1), labels.flatten()) / mine
+            if bug.startswith("cp: loss"):
+                loss = loss / ctx.data.size
+            loss.backward()
         _step(bug, net, optimizer)
 
 

@@ -34,6 +34,8 @@ MIXING = {
 _STEPS_PARTS = "tpcore_steps_parts"
 """Attribute of an optimizer that may step parts of parameters; of a class that knows parts, the keys of its state
 with a value for each entry."""
+TRIAL = "tpcore_trial"
+"""Attribute of an optimizer that is tried on tensors of no model."""
 # options of the implementation that do not change the result; some of them need a device
 _WAYS = ("capturable", "differentiable", "foreach", "fused")
 
@@ -148,6 +150,7 @@ def _stepped(
     """The parameters and their states after two steps."""
     params = [nn.Parameter(v.clone()) for v in values]
     optimizer = cls(params, **options)
+    vars(optimizer)[TRIAL] = True
     for _ in range(2):
         for p in params:
             p.grad = p.detach() ** 3 + 0.5

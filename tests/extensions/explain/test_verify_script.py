@@ -7,8 +7,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 from helpers.silent_bugs import BUGS, Bug, train
+from torch import nn
 
 from tpcore import Mesh
+from tpcore.runtime.elementwise import tried
 from tpcore.testing import run_ranks
 from tpcore_explain.verify.script.first import first_difference
 from tpcore_explain.verify.script.record import ScriptRecorder, Trace
@@ -57,6 +59,17 @@ def test_a_mistake_is_named(name: str, bug: Bug, monkeypatch: pytest.MonkeyPatch
     assert found.cause.startswith(bug.cause)
 
 
+def test_an_optimizer_that_is_tried_inside_of_a_step_hides_no_gradient() -> None:
+    """As tpcore asks those of a job on processes, before their first step of parts."""
+    recorder, net = ScriptRecorder(), nn.Linear(2, 2)
+    with recorder:
+        optimizer = torch.optim.SGD(net.parameters())
+        optimizer.register_step_pre_hook(lambda *_: tried(torch.optim.SGD, {}) and None)
+        net(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    assert not recorder.trace.delegated
+
+
 MESHES = ({"tp": 2}, {"dp": 2}, {"cp": 2}, {"dp": 2, "tp": 2}, {"cp": 2, "tp": 2})
 RIGHT = [("", axes) for axes in MESHES] + [
     ("sp:", {"tp": 2}),
@@ -75,6 +88,17 @@ def test_right_trainings_are_equal(name: str, axes: dict[str, int]) -> None:
     found = verdict(name, axes, right=True)
     assert found.first is None, found.first
     assert found.compared > 200
+
+
+@pytest.mark.parametrize("axes", [{"dp": 4}, {"dp": 2, "tp": 2}])
+def test_as_many_microbatches_on_all_ranks_together_are_one_batch(axes: dict[str, int]) -> None:
+    """Bit for bit, where the job is for that."""
+    own = {"right": True, "most": 2, "microbatches": 4}
+    (alone,) = traces("", {}, **own)
+    found = first_difference(alone, traces("", axes, **own))
+    assert found.bits
+    assert found.first is None, found.first
+    assert found.compared > 500
 
 
 @pytest.mark.drill

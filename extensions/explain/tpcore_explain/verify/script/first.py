@@ -27,7 +27,7 @@ def first_difference(
 ) -> ScriptVerdict:
     """Compare ``ranks`` with one process ``alone``. ``noisy``: one process with rounding errors added, whose distance
     to ``alone`` says how far ranks may be; without it all are in float64. ``bits``: they may not differ at all."""
-    judge = Judge(alone, ranks, noisy, bits or alone.exact)
+    judge = Judge(alone, ranks, noisy, bits or (alone.exact and noisy is None))
     seen = _Seen(judge)
     verdict = ScriptVerdict(len(ranks), 1 + max((e.step for e in alone.entries), default=-1), judge.bits)
     for judged in seen.all.values():

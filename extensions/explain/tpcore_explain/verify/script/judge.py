@@ -55,6 +55,8 @@ class Judge:
             if noisy is not None and largest(value) and entry in noisy.entries:
                 moved.setdefault(kind, []).append(self._moved(entry, value) / largest(value))
         self._usual = {kind: median(shares) for kind, shares in moved.items()}
+        firsts = {e.step: e for e in reversed(alone.entries) if e.direction == FORWARD}
+        self._runs = [{step: self._run(t, e) for step, e in firsts.items()} for t in ranks]
 
     def _value(self, trace: Trace, entry: TraceEntry) -> Tensor:
         """Of an update in float64 only what it adds: a parameter hardly changes by one."""
@@ -114,7 +116,7 @@ class Judge:
         """None where there is nothing to compare: a module of one side only, or with a shape that is no part.
         ``scale``: by which that of each rank is divided."""
         whole = self._value(self.alone, entry)
-        calls = [self._call(t, entry, whole) for t in self.ranks]
+        calls = [self._call(r, entry, whole) for r in range(len(self.ranks))]
         mine = {r: self._value(t, e) for r, (t, e) in enumerate(zip(self.ranks, calls, strict=True)) if e in t.entries}
         mine = {r: t / scale[r] if scale and r in scale else t for r, t in mine.items()}
         allowed = self._allowed(entry, whole)
@@ -132,11 +134,12 @@ class Judge:
         if not mine and entry.direction in (FORWARD, BACKWARD) and entry.what != "loss":
             return None
         missing = self._missing(entry, mine)
+        some = len(mine) < len(self.ranks)
         if not mine:
             found = Fit(NONE)
         elif entry.what == "mask":
             found = _masks(whole, list(mine.values()))
-        elif entry.direction == BACKWARD and whole.is_floating_point():
+        elif whole.is_floating_point() and (entry.direction == BACKWARD or (entry.what == "loss" and some)):
             found = self._scaled(whole, list(mine.values()), close, near)
         else:
             found = fit(whole, list(mine.values()), close, near)
@@ -150,11 +153,20 @@ class Judge:
         top = entry.direction == FORWARD and ("." not in entry.module or entry.what == "mask")
         return top or entry.direction in (START, GRADIENT, UPDATE)
 
-    def _call(self, trace: Trace, entry: TraceEntry, whole: Tensor) -> TraceEntry:
-        """The call in ``trace`` that is this one: of a module that is called another number of times, as a stage of a
-        pipeline in ticks without a microbatch, the one with the nearest numbers."""
-        calls = trace.calls.get(entry._replace(call=0), [])
-        if len(calls) <= len(self.alone.calls[entry._replace(call=0)]):
+    def _run(self, trace: Trace, first: TraceEntry) -> int:
+        """Of the microbatches of one process, in runs as long as this rank's: the number of its own."""
+        every, mine = self.alone.calls[first], trace.calls.get(first, [])
+        starts = [self.alone.entries[e] for e in every[:: len(mine) or len(every)]]
+        return next((i for i, value in enumerate(starts) if mine and torch.equal(value, trace.entries[first])), 0)
+
+    def _call(self, rank: int, entry: TraceEntry, whole: Tensor) -> TraceEntry:
+        """The call of ``rank`` that is this one, or a number that it has not. Of a module that is called more often, as
+        a stage of a pipeline in ticks without a microbatch, the one with the nearest numbers."""
+        trace = self.ranks[rank]
+        calls, every = trace.calls.get(entry._replace(call=0), []), self.alone.calls[entry._replace(call=0)]
+        if len(calls) < len(every):
+            return entry._replace(call=entry.call - self._runs[rank].get(entry.step, 0) * len(calls))
+        if len(calls) == len(every):
             return entry
         alike = [e for e in calls if trace.entries[e].shape == whole.shape]
         return min(alike, key=lambda e: largest(trace.entries[e].double() - whole.double()), default=entry)
@@ -181,8 +193,8 @@ class Judge:
         return [r for r in holds if r not in mine]
 
     def _scaled(self, whole: Tensor, mine: list[Tensor], close: Callable[..., bool], near: Callable[..., bool]) -> Fit:
-        """Ranks with other examples each take the mean loss of theirs: all their gradients are as many times larger as
-        there are parts of the batch, until the mean over ranks."""
+        """Ranks with other examples each take the mean loss of theirs: all their gradients, and losses of as many fewer
+        microbatches, are as many times larger as there are parts of the batch, until the mean over ranks."""
         fits = {n: fit(whole * n, mine, near, near) for n in self._factors}
         self._factors = [n for n, f in fits.items() if f.kind != NONE] or self._factors
         first = self._factors[0]

@@ -22,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from tpcore import nested
 from tpcore.private import forward_hooks
 from tpcore.runtime.context import current, is_initialized
+from tpcore.runtime.elementwise import TRIAL
 
 START, FORWARD, BACKWARD, GRADIENT, UPDATE = "start", "forward", "backward", "gradient", "update"
 
@@ -252,7 +253,7 @@ class ScriptRecorder:
 
     # -- optimizers
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if threading.get_ident() != self._thread:
+        if threading.get_ident() != self._thread or hasattr(optimizer, TRIAL):
             return
         own = self._of(optimizer)
         self.trace.delegated |= bool(self._stepping) and self._stepping[0] is not optimizer
@@ -277,7 +278,7 @@ class ScriptRecorder:
 
     def _of(self, optimizer: torch.optim.Optimizer) -> list[tuple[nn.Parameter, tuple[str, str]]]:
         """Of this thread's parameters those that it steps, the last first, as backward comes to them. An
-        optimizer of other tensors is another's trial of it, or works inside of one of ours."""
+        optimizer of other tensors works inside of one of ours."""
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}
         return [pair for pair in self._owners.items() if id(pair[0]) in own][::-1]
 

@@ -117,7 +117,7 @@ def verify_script(
             (alone,) = run("alone", 1)
         if not alone.entries:
             raise ScriptError(f"{script} calls no module: there is nothing to compare")
-        noisy = run("noisy", 1, noise=True)[0] if kind == OWN and not alone.exact else None
+        noisy = run("noisy", 1, noise=True)[0] if kind == OWN and not (alone.exact and dtype is None) else None
         return first_difference(alone, run("ranks", ranks), noisy, bits=kind == BITS)
 
 

@@ -116,8 +116,8 @@ def test_steps_and_a_checkpoint_on_another_mesh(tmp_path: Path) -> None:
             lambda: transformers.T5ForConditionalGeneration(transformers.T5Config(**{**hf.T5, "num_heads": 5})),
             "5 heads",
         ),
-        # features of the MLP
-        (lambda: llama(intermediate_size=63), "63 features"),
+        # features of the MLP; heads would be padded at degrees that fit it
+        (lambda: llama(6, 2, hidden_size=48, intermediate_size=63), "has 63 features; .*Degrees that fit: 1, 3$"),
     ],
 )
 def test_what_cannot_be_padded_is_refused(make: Any, said: str) -> None:

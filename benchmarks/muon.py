@@ -119,7 +119,7 @@ def blocks(name: str, p: Tensor) -> str | None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--size", choices=SIZES, default="large")
+    parser.add_argument("--size", choices=SIZES, default="small", help="large takes some minutes")
     parser.add_argument("--over", nargs="+", choices=["tp", "dp"], default=["tp", "dp"])
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--warm", type=int, default=2)

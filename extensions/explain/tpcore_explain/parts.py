@@ -24,6 +24,8 @@ _CONTRACTIONS = _words(
     # the ring's
     "scaled_dot_product_flash_attention_for_cpu scaled_dot_product_flash_attention_for_cpu_backward",
 )
+_OF_HEADS = _words("matmul rmatmul bmm scaled_dot_product_attention")
+"""Those that do the same in each entry of the dims before the last two."""
 _CONVOLUTIONS = {"conv1d": 1, "conv2d": 2, "conv3d": 3}
 _REARRANGEMENTS = _words(
     "view reshape flatten unflatten transpose swapaxes swapdims permute movedim moveaxis t squeeze unsqueeze expand"
@@ -123,11 +125,13 @@ class PartOf(Observed):
         with plain_functions():
             out = func(*args, **kwargs)
             groups = kwargs.get("groups", args[6] if len(args) > 6 else 1)
-            if name in _CONTRACTIONS or (name in _CONVOLUTIONS and groups == 1):
+            shape = next(t.shape for t in tensors if isinstance(t, PartOf))
+            apart = mark.certain and name in _OF_HEADS and mark.dim < len(shape) - 2
+            if (name in _CONTRACTIONS and not apart) or (name in _CONVOLUTIONS and groups == 1):
                 return out
             if name in _REARRANGEMENTS and args and isinstance(args[0], PartOf):
                 return _rearranged(out, args[0], name, lambda x: func(x, *args[1:], **kwargs))
-            return _propagated(out, mark, next(t.shape for t in tensors if isinstance(t, PartOf)))
+            return _propagated(out, mark, shape)
 
 
 def _rearranged(out: Tensor, x: PartOf, name: str, rearrange: Callable[[Tensor], Tensor]) -> Tensor:

@@ -130,6 +130,37 @@ class Penalized(Network):
         return super().forward(x) + (penalty if penalty > 0 else 0)
 
 
+class Regularized(transformers.LlamaForCausalLM):
+    """In training alone, where there are labels."""
+
+    def forward(self, *args: Any, labels: Tensor | None = None, **options: Any) -> Any:
+        out = super().forward(*args, labels=labels, **options)
+        if labels is not None and self.training:
+            out.loss = out.loss + self.lm_head.weight.square().sum()
+        return out
+
+
+class Weighted(transformers.LlamaForCausalLM):
+    """Not tried, for no dummy has a weight."""
+
+    def forward(self, weight: float, **options: Any) -> Any:
+        return super().forward(**options)
+
+
+class Mixed(transformers.models.llama.modeling_llama.LlamaAttention):
+    """A rank has some of the heads of which it takes the mean."""
+
+    def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
+        rows = hidden_states.shape[:2]
+        q, k, v = (
+            layer(hidden_states).view(*rows, -1, self.head_dim).transpose(1, 2)
+            for layer in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        y = y + y.mean(1, keepdim=True)
+        return self.o_proj(y.transpose(1, 2).flatten(2)), None
+
+
 class Direct(Network):
     """Without the calls of its layers, and with the type and the place of a parameter alone."""
 
@@ -173,6 +204,32 @@ def test_a_forward_that_reads_a_parameter_is_refused_and_is_right_whole(
     words = rf"mlp \({kind.__name__}\) reads a parameter of model\.layers\.\*\.mlp\.{name} itself"
     hf.refused(words, lambda: with_network(kind), plan=plan)
     hf.assert_equals_whole(lambda: with_network(kind), (2,), plan=plan | {"model.layers.*.mlp": "replicate"})
+
+
+def of(kind: Any) -> Any:
+    return kind(llama().config)
+
+
+def test_a_forward_is_tried_with_labels_in_training() -> None:
+    hf.refused(r"its forward \(Regularized\) reads a parameter of lm_head itself", lambda: of(Regularized).eval())
+
+
+def test_a_forward_that_was_not_tried_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "tpcore")
+    run_ranks(Mesh({"tp": 2}), lambda ctx: tpcore.parallelize(of(Weighted)))
+    (said,) = (r.getMessage() for r in caplog.records if "not tried" in r.getMessage())
+    assert said.startswith("Weighted: whether its forward takes what a rank has was not tried")
+    assert "missing 1 required positional argument: 'weight'" in said
+
+
+def test_a_mean_over_the_heads_of_a_rank_is_refused() -> None:
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        model = llama()
+        model.model.layers[0].self_attn = Mixed(model.config, 0)
+        with pytest.raises(ValueError, match="mean sees only 2 of 4 features"):
+            tpcore.parallelize(model)(**text())
+
+    run_ranks(Mesh({"tp": 2}), rank)
 
 
 def test_a_forward_may_be_called_and_the_type_of_a_parameter_read() -> None:

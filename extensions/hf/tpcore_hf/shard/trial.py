@@ -16,7 +16,9 @@ from torch.overrides import TorchFunctionMode
 from tpcore import nested
 from tpcore.layers.adopt import is_hooked
 from tpcore.layers.module import ParallelModule
+from tpcore.log import inform
 from tpcore.private import FORWARD_HOOKS
+from tpcore.runtime.context import current
 
 from ..plan import rules as plan
 from ..plan.decisions import CLOSES, EMBEDDING, LINEAR, OPENS, Cut, features, is_linear
@@ -84,17 +86,26 @@ def check_forward(
     model: nn.Module, cuts: list[Cut], made: Made, user: Mapping[str, Rule], localize: Callable[[], None]
 ) -> None:
     """ValueError where the forward of a class that is not transformers' own, or by rules of a ``user``, does not take
-    the parts of features that the layers ``made`` give. ``localize``: sets how many heads a rank has. A forward that
-    needs values, or other inputs than tokens, says nothing; nor is one tried whose hooks would see it."""
+    the parts of features that the layers ``made`` give: of tokens, and in training of labels too. ``localize``: sets
+    how many heads a rank has. Of a forward that needs values, or other inputs, it is said that it was not tried; nor is
+    one tried whose hooks would see it."""
     ends = [cut for cut in cuts if cut.style in OPENS | CLOSES]
     sharded = [cut for cut in cuts if cut.style in LINEAR | EMBEDDING]
     compared = is_own(model) and not any(rule_of(c.name, user) or _is_foreign(model, c.owner) for c in sharded)
     if compared or any(cut.style in _OTHER for cut in cuts) or any(map(is_hooked, model.modules())):
         return
-    calls = _Calls({cut.module: made[cut.module] for cut in ends}, {cut.module for cut in sharded})
-    error = _error(model, calls, localize)
-    if calls.read is not None or (error is not None and _error(model, _Calls({}), lambda: None) is None):
-        raise ValueError(_refusal(model, calls, error)) from error
+    untried = list[Exception]()
+    for labels in (False, True):
+        calls = _Calls({cut.module: made[cut.module] for cut in ends}, {cut.module for cut in sharded})
+        error = _error(model, calls, localize, labels)
+        if calls.read is not None or (error is not None and _error(model, _Calls({}), lambda: None, labels) is None):
+            raise ValueError(_refusal(model, calls, error)) from error
+        untried += [] if error is None else [error]
+    if len(untried) == 2 and current().rank == 0:
+        inform(
+            f"{type(model).__name__}: whether its forward takes what a rank has was not tried, for it needs more than "
+            f"tokens: {type(untried[0]).__name__}: {untried[0]}"
+        )
 
 
 def _is_foreign(model: nn.Module, owner: str) -> bool:
@@ -102,11 +113,15 @@ def _is_foreign(model: nn.Module, owner: str) -> bool:
     return not (of_transformers(kind) or kind.__module__.startswith("torch."))
 
 
-def _error(model: Any, calls: _Calls, localize: Callable[[], None]) -> Exception | None:
+def _error(model: Any, calls: _Calls, localize: Callable[[], None], labels: bool) -> Exception | None:
+    """``labels``: the tokens are the labels too, in training."""
     with _without_values(model, calls), torch.no_grad(), torch.device("meta"), _Reads(calls):
         localize()
         try:
             inputs = nested.mapped(lambda t: t.to("meta"), dict(model.dummy_inputs))
+            if labels:
+                vars(model)["training"] = True
+                inputs |= {"labels": inputs["input_ids"]} if takes(model, "labels") else {}
             model(**inputs) if all(takes(model, name) for name in inputs) else model(*inputs.values())
         except Exception as error:  # noqa: BLE001  a foreign forward may raise any
             return error

@@ -128,7 +128,7 @@ def _made(transformers: Any, target: str) -> Any:
         if "/" in target or target.endswith(".json"):
             raise ValueError(f"there is no file or folder {target}; {_FORMS}")
         if cls is None or getattr(cls, "config_class", None) is None:
-            raise ValueError(f"transformers has no model class {target!r}; {_FORMS}")
+            raise ValueError(f"there is no file, folder or model class of transformers {target}; {_FORMS}")
         config = cls.config_class()
     if hasattr(config, "use_cache"):
         config.use_cache = False  # the cache is for generation; in a training step it only costs memory

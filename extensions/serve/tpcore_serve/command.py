@@ -62,6 +62,8 @@ def serve(
             import_module(module)
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} has no config.json: it is no model in transformers' files")
+    if not any(path.suffix in (".safetensors", ".bin") for path in folder.iterdir()):
+        raise ValueError(f"{folder} has no weights, .safetensors or .bin: model.save_pretrained({str(folder)!r})")
     if dtype not in ("auto", "float32", "bfloat16", "float16"):
         raise ValueError(f"--dtype {dtype}: there are auto, float32, bfloat16 and float16")
     options = {"folder": str(folder), "tp": tp, "dtype": dtype, "name": name or folder.resolve().name}
@@ -84,12 +86,14 @@ def serve(
 
 
 def refuse(folder: Path, tp: int, backend: str | None) -> None:
-    """Raise, before a rank is started, what each of ``tp`` would: of the backend here, and of this model's sizes."""
+    """Raise, before a rank is started, what each of ``tp`` would: of the backend here, and of this model's files."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from tpcore_explain.recording import Recorder, RecordingBackend
     from tpcore_hf import parallelize
+
+    from .text import tokenizer_of
 
     name, mesh = backend or default_backend()[0], Mesh({"tp": tp})
     check_fits(load_backend(name), mesh)
@@ -98,6 +102,7 @@ def refuse(folder: Path, tp: int, backend: str | None) -> None:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         model = AutoModelForCausalLM.from_config(config)
     parallelize(model.eval(), ctx=ParallelContext(RecordingBackend(tp - 1, tp, Recorder()), mesh, tp - 1))
+    tokenizer_of(str(folder))
 
 
 def _rounds(options: dict[str, Any], key: dict[str, str], listener: socket.socket, ended: list[int]) -> int:

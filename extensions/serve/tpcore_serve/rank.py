@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from queue import Queue
-from textwrap import shorten
 from typing import Any
 
 import torch
@@ -35,6 +34,7 @@ from .batches import Batches
 from .requests import LOCAL, Connection, connections
 from .sampling import sample_by_request
 from .server import application
+from .text import tokenizer_of
 
 _PATIENCE = 10  # seconds for open requests, when the server is told to end
 _LAST = 2  # seconds for those that were not answered in it to be told
@@ -66,8 +66,11 @@ def _unused(config: Any) -> str:
 def engine_of(folder: str, dtype: str, length: int, requests: int, timeout: float) -> tuple[Any, Any, int]:
     """The sharded model, its engine, and how many tokens a prompt and its answer may have. Collective."""
     torch_dtype = dtype if dtype == "auto" else getattr(torch, dtype)
-    with lazy():
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch_dtype)
+    try:
+        with lazy():
+            model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch_dtype)
+    except RuntimeError as e:  # of sizes that are not the configuration's, above all
+        raise ValueError(f"{folder} does not open ({e}): see tpcore export {folder} --for transformers") from None
     parallelize(model.eval())
     config = model.generation_config
     unused = _unused(config)
@@ -140,7 +143,6 @@ def main(lifeline: int, fd: int, ready: int, options: dict[str, Any]) -> int:
     threading.excepthook = lambda hook: log.error("%s", hook.exc_value)
     for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn has its own while it runs, and raises the signal again
         signal.signal(number, lambda *_: None)
-    tokenizer = _tokenizer(options["folder"])  # before a rank waits for another
     ctx = init(backend=options["backend"], tp=options["tp"], timeout=options["timeout"])
     engine_options = options["folder"], options["dtype"], options["length"], options["requests"]
     model, engine, limit = engine_of(*engine_options, options["timeout"])
@@ -149,19 +151,12 @@ def main(lifeline: int, fd: int, ready: int, options: dict[str, Any]) -> int:
         engine.join(time.perf_counter())
         return _failed(engine)
     batches = Batches(engine, limit, options["requests"])
+    tokenizer = tokenizer_of(options["folder"])
     app = application(options["name"], model, tokenizer, batches, (*LOCAL, *options["hosts"]), API_KEY.get())
     if asyncio.run(_served(app, engine, batches, socket.socket(fileno=fd), ready)):
         engine.stop(block=True, timeout=_PATIENCE, hard_stop=True)
         return 0
     return _failed(engine)
-
-
-def _tokenizer(folder: str) -> Any:
-    try:
-        return transformers.AutoTokenizer.from_pretrained(folder)
-    except Exception as e:  # noqa: BLE001  each tokenizer has errors of its own
-        why = shorten(str(e), 120, placeholder=" ...") or type(e).__name__
-        raise ValueError(f"no tokenizer opens: tokenizer.save_pretrained({folder!r}) ({why})") from None
 
 
 def _failed(engine: Any) -> int:

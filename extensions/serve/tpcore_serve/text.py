@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from os.path import commonprefix
+from textwrap import shorten
 from typing import Any
 
 _FEW, _MANY = 8, 32
@@ -10,6 +11,17 @@ _FEW, _MANY = 8, 32
 _CLEANED = 20
 """Characters in which transformers' clean-up of spaces, ten replacements after one another, reaches back."""
 _NO_CHARACTER = "\ufffd"
+
+
+def tokenizer_of(folder: str) -> Any:
+    """The tokenizer beside a model. ValueError if none opens."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except Exception as e:  # noqa: BLE001  each tokenizer has errors of its own
+        why = shorten(str(e), 120, placeholder=" ...") or type(e).__name__
+        raise ValueError(f"no tokenizer opens: tokenizer.save_pretrained({folder!r}) ({why})") from None
 
 
 class Text:

@@ -384,7 +384,7 @@ def reads_a_value() -> Any:
         (lambda: nn.Embedding(3, 3).requires_grad_(False), {}, "returned torch.float32 .*, none of it with a gradient"),
         ("no_such_file.py:build", {}, "there is no file .*no_such_file.py"),
         ("tpcore:no_such_function", {}, "tpcore has no function 'no_such_function'"),
-        ("NoSuchModel", {}, "transformers has no model class 'NoSuchModel'"),
+        ("NoSuchModel", {}, "there is no file, folder or model class of transformers NoSuchModel"),
         (FACTORIES["net"], {"optimizer": "Adan"}, "no optimizer 'Adan'"),
         (FACTORIES["net"], {"optimizer": "zero1:Adan"}, "no optimizer 'Adan'"),
         (FACTORIES["net"], {"master_dtype": torch.float32}, "only Zero1 keeps master weights"),

@@ -533,6 +533,11 @@ def run(*arguments: object) -> str:
 
 def test_what_cannot_be_served_is_said_before_anything_starts(folder: Path, tmp_path: Path) -> None:
     assert "has no config.json: it is no model in transformers' files" in run(tmp_path)
+    for name, said in (
+        ("*token*", "no tokenizer opens: tokenizer.save_pretrained"),
+        ("*.safetensors", "has no weights"),
+    ):
+        assert said in run(shutil.copytree(folder, tmp_path / name[1:], ignore=shutil.ignore_patterns(name)))
     assert "tp=5 does not fit LlamaForCausalLM" in run(folder, "--tp", 5)
     assert "--tp=4096: this machine can hold" in run(folder, "--tp", 4096, "--backend", "cpu_gloo")
     assert "no backend 'gpu' is installed; there are" in run(folder, "--backend", "gpu")
@@ -544,11 +549,13 @@ def test_what_cannot_be_served_is_said_before_anything_starts(folder: Path, tmp_
 @pytest.mark.processes
 @pytest.mark.slow
 def test_ranks_that_cannot_start_end_it(folder: Path, tmp_path: Path) -> None:
-    bare = shutil.copytree(folder, tmp_path / "bare", ignore=shutil.ignore_patterns("*token*"))
-    command = [sys.executable, "-m", "tpcore", "serve", str(bare), "--tp", "2", "--port", "0"]
+    wrong = shutil.copytree(folder, tmp_path / "wrong")
+    config = json.loads((wrong / "config.json").read_text())
+    (wrong / "config.json").write_text(json.dumps(config | {"intermediate_size": 2 * config["intermediate_size"]}))
+    command = [sys.executable, "-m", "tpcore", "serve", str(wrong), "--tp", "2", "--port", "0"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=forked.PATIENCE, check=False)
     assert ended.returncode == 1
-    assert "no tokenizer opens: tokenizer.save_pretrained" in ended.stderr  # of the rank that is first
+    assert f"{wrong} does not open" in ended.stderr  # of the rank that is first
     assert "exited with status 1 before it could serve" in ended.stderr
     assert "Traceback" not in ended.stderr
     assert "Connection closed" not in ended.stderr

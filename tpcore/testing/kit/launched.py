@@ -21,6 +21,7 @@ from ...layout.mesh import Mesh
 from ...runtime.context import ParallelContext, use
 
 _ROOM = 8192  # bytes of a rank's messages: always as many, for a length would have to be told as well
+_FIRST = 12  # findings that are repeated where a process ends
 _DIGEST, _MORE = 8, b"\0and more"
 
 
@@ -147,7 +148,9 @@ class Launched:
     def _end(self, why: str) -> NoReturn:
         test = settings.TEST.text() or "the test"
         # pytest would print them when it ends
-        before = "".join(f"found before: {finding}\n" for finding in self._findings)
+        before = "".join(f"found before: {finding}\n" for finding in self._findings[:_FIRST])
+        if len(self._findings) > _FIRST:
+            before += f"found before: {len(self._findings) - _FIRST} more\n"
         self._say(f"\n{before}tpcore: {test}: {why}: this process ends here\n")
         os._exit(1)
 

@@ -143,6 +143,7 @@ def main(lifeline: int, fd: int, ready: int, options: dict[str, Any]) -> int:
     threading.excepthook = lambda hook: log.error("%s", hook.exc_value)
     for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn has its own while it runs, and raises the signal again
         signal.signal(number, lambda *_: None)
+    tokenizer = tokenizer_of(options["folder"])  # before a rank waits for another
     ctx = init(backend=options["backend"], tp=options["tp"], timeout=options["timeout"])
     engine_options = options["folder"], options["dtype"], options["length"], options["requests"]
     model, engine, limit = engine_of(*engine_options, options["timeout"])
@@ -151,7 +152,6 @@ def main(lifeline: int, fd: int, ready: int, options: dict[str, Any]) -> int:
         engine.join(time.perf_counter())
         return _failed(engine)
     batches = Batches(engine, limit, options["requests"])
-    tokenizer = tokenizer_of(options["folder"])
     app = application(options["name"], model, tokenizer, batches, (*LOCAL, *options["hosts"]), API_KEY.get())
     if asyncio.run(_served(app, engine, batches, socket.socket(fileno=fd), ready)):
         engine.stop(block=True, timeout=_PATIENCE, hard_stop=True)

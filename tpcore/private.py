@@ -44,6 +44,9 @@ is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 CLIPPED = "_group_tensors_by_device_and_dtype"
 """What every function of ``torch.nn.utils.clip_grad`` calls with the tensors whose norm it takes or that it clips."""
 
+FUNCTIONAL = "_functional_call"
+"""What ``functional_call`` of ``torch.func`` and of ``torch.nn.utils.stateless`` calls with a model and its values."""
+
 FORWARD_HOOKS = "_forward_pre_hooks", "_forward_hooks"
 BACKWARD_HOOKS = "_backward_hooks", "_backward_pre_hooks"
 forward_pre_hooks, forward_hooks = map(attrgetter, FORWARD_HOOKS)

@@ -98,6 +98,7 @@ NAMES: dict[str, dict[str, str]] = {
         "torch.nn:Module._load_from_state_dict": "(self, state_dict, prefix, local_metadata, strict, missing_keys",
         "torch.nn:Module._save_to_state_dict": "(self, destination, prefix, keep_vars)",
         "torch.nn.utils.clip_grad:_group_tensors_by_device_and_dtype": "(tensorlistlist",
+        "torch.nn.utils.stateless:_functional_call": "(module, parameters_and_buffers, args",
         "torch.nn.parallel:DistributedDataParallel": "_ddp_params_and_buffers_to_ignore",
         "torch.optim.lr_scheduler:LRScheduler": "_opt_called",
         "torch.utils._python_dispatch:TorchDispatchMode": "",

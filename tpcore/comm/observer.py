@@ -17,8 +17,9 @@ class Observer:
         """``t`` has to be equal on all ranks of tp, or the layers compute something else than the whole model."""
 
     def part(self, y: Tensor, comm: Comm, dim: int, kind: str) -> Tensor:
-        """What a layer returns in place of ``y``, this rank's chunk along ``dim`` of the ``kind``, "features" or
-        "tokens": ``y`` itself, or as an ``Observed`` to see what a model does with it."""
+        """What a layer returns in place of ``y``, this rank's chunk along ``dim`` of the ``kind``, "features",
+        "fused features" of several projections, or "tokens": ``y`` itself, or as an ``Observed`` to see what a model
+        does with it."""
         return y
 
     def compare(self, comm: Comm) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ..layout.layout import Layout
 from ..private import TorchDispatchMode, schema_of
@@ -39,7 +41,7 @@ def init_weights(model: nn.Module, fn: Callable[[nn.Module], object]) -> nn.Modu
 def initialized(module: nn.Module, fn: Callable[[nn.Module], object]) -> None:
     """Do to ``module`` what ``fn`` does to the whole of it."""
     if not isinstance(module, ParallelModule) or not module.shard_specs:
-        with _Inside(module):
+        with _whole_inside(module):
             fn(module)
         return
     layer: nn.Module = module  # not of the class of a layer while it shows its whole
@@ -79,38 +81,96 @@ def _refuse_call(module: nn.Module, args: Any) -> None:
     )
 
 
-class _Inside(TorchDispatchMode):
-    """Where a function fills parameters inside of a module, of which ranks have parts, it fills the wholes of them."""
+class _Part(NamedTuple):
+    """A parameter inside of a module, of which this rank has a part."""
 
-    def __init__(self, module: nn.Module) -> None:
+    name: str
+    p: nn.Parameter
+    mark: Sharding
+
+    def check(self, what: str, t: Tensor) -> None:
+        """ValueError unless ``t``, in the memory of the part, is all of it."""
+        if t.shape != self.p.shape or t.stride() != self.p.stride():
+            raise ValueError(
+                f"{what} fills or reads {list(t.shape)} of {self.name}, of which each rank has a part, "
+                f"{list(self.p.shape)}: take the whole parameter, or do it where the function gets the layer itself"
+            )
+
+
+class _Parts(dict[int, _Part]):
+    """By their places in memory."""
+
+    def of(self, t: object) -> _Part | None:
+        strided = isinstance(t, Tensor) and t.layout is torch.strided
+        return self.get(t.untyped_storage().data_ptr()) if strided else None  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _whole_inside(module: nn.Module) -> Iterator[None]:
+    """In the block the layers inside of ``module`` are of the kinds that they were made of, and what a function asks of
+    their parameters, or fills, is of the wholes."""
+    named = ((name, p, sharding(p)) for name, p in module.named_parameters() if not p.is_meta)
+    parts = _Parts(
+        (p.untyped_storage().data_ptr(), _Part(name, p, mark))
+        for name, p, mark in named
+        if mark is not None and mark.local_shape != mark.layout.shape
+    )
+    if not parts:
+        yield
+        return
+    layers = [(m, type(m), dict(m._parameters)) for m in module.modules() if isinstance(m, ParallelModule)]
+    try:
+        for layer, _, _ in layers:
+            cast(Any, layer).__class__ = layer.plain_type
+        with _Fills(parts), _Sizes(parts):
+            yield
+    finally:
+        for layer, kind, parameters in layers:
+            layer.__class__ = kind
+            for name, p in parameters.items():
+                given, layer._parameters[name] = layer._parameters.get(name), p
+                if p is not None and given is not None and given is not p:
+                    p.copy_(layer.part_of(name, given) if given.shape != p.shape else given)
+
+
+class _Fills(TorchDispatchMode):
+    """Operations on parts are those on the wholes."""
+
+    def __init__(self, parts: _Parts) -> None:
         super().__init__()
-        named = ((name, p, sharding(p)) for name, p in module.named_parameters() if not p.is_meta)
-        self.parts = {
-            p.untyped_storage().data_ptr(): (name, p, mark)
-            for name, p, mark in named
-            if mark is not None and mark.local_shape != mark.layout.shape
-        }
-
-    def __enter__(self) -> Any:
-        return super().__enter__() if self.parts else self
-
-    def __exit__(self, *error: Any) -> None:
-        if self.parts:
-            super().__exit__(*error)
+        self.parts = parts
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        changed = schema_of(func).arguments[:1]
-        writes = changed and changed[0].alias_info is not None and changed[0].alias_info.is_write
-        part = self.parts.get(args[0].untyped_storage().data_ptr()) if writes else None
-        if part is None or any(isinstance(t, Tensor) and t.shape == part[1].shape for t in args[1:]):
+        schema, parts = schema_of(func), [self.parts.of(a) for a in args]
+        writes = [a.alias_info is not None and a.alias_info.is_write for a in schema.arguments[:1]] == [True]
+        views = not writes and any(r.alias_info is not None for r in schema.returns)
+        target = parts[0] if writes else None
+        beside = target and any(isinstance(t, Tensor) and t.shape == target.p.shape for t in args[1:])
+        if views or beside or not any(parts):
             return func(*args, **(kwargs or {}))
-        name, p, mark = part
-        if args[0].shape != p.shape:
-            raise ValueError(
-                f"{func.__name__} fills {list(args[0].shape)} of {name}, of which each rank has a part, "
-                f"{list(p.shape)}: fill the whole parameter, or do it where the function gets the layer itself"
-            )
-        whole = mark.whole(p)
-        func(whole, *args[1:], **(kwargs or {}))
-        p.copy_(mark.part(whole))
+        given = list(args)
+        for i, part in enumerate(parts):
+            if part is not None:
+                part.check(func.__name__, args[i])
+                given[i] = part.mark.whole(part.p).to(part.p.device)
+        out = func(*given, **(kwargs or {}))
+        if target is None:
+            return out
+        target.p.copy_(target.mark.part(given[0]))
         return args[0]
+
+
+class _Sizes(TorchFunctionMode):  # type: ignore[no-untyped-call]
+    """A part has the size of the whole."""
+
+    def __init__(self, parts: _Parts) -> None:
+        self.parts = parts
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _ASKED and (part := self.parts.of(args[0])) is not None:
+            part.check("its size", args[0])
+            args = part.p.new_empty(part.mark.layout.shape, device="meta"), *args[1:]
+        return func(*args, **(kwargs or {}))
+
+
+_ASKED = {Tensor.shape.__get__, Tensor.size, Tensor.numel, Tensor.__len__}  # type: ignore[attr-defined]

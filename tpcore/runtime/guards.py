@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -13,13 +13,13 @@ from typing import Any
 import safetensors.torch
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad, parametrize, prune
+from torch.nn.utils import clip_grad, parametrize, prune, stateless
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from ..backend.registry import manager
 from ..layout.shard import mark_of
-from ..private import CLIPPED
+from ..private import CLIPPED, FUNCTIONAL
 from .context import current, is_initialized
 from .elementwise import steps_asked
 
@@ -126,6 +126,19 @@ def _check_module(what: str, *args: Any, **kwargs: Any) -> None:
         )
 
 
+def _check_values(module: nn.Module, values: Mapping[str, Any], *_: Any, **__: Any) -> None:
+    """ValueError where ``module`` would compute with the whole of a parameter, and add it up over the ranks."""
+    parameters = {} if torch.compiler.is_compiling() else dict(module.named_parameters(remove_duplicate=False))
+    for name, given in values.items():
+        mark = mark_of(parameters.get(name))
+        if mark is not None and isinstance(given, Tensor) and tuple(given.shape) != tuple(mark.local_shape):
+            raise ValueError(
+                f"functional_call: {name} is this rank's part of {tuple(mark.layout.shape)}, of shape "
+                f"{tuple(mark.local_shape)}, and not {tuple(given.shape)}: of whole values give its layer's "
+                "part_of(name, whole)"
+            )
+
+
 def _initial(function: PlainFunction) -> PlainFunction:
     """A function of ``torch.nn.init`` that gives a part the values of the whole, as one process draws them."""
 
@@ -175,6 +188,7 @@ def _own() -> Iterator[Guard]:
     for name, function in vars(nn.init).items():
         if not name.startswith("_") and callable(function) and name.rstrip("_") + "_" in vars(nn.init):
             yield Guard(nn.init, name, _initial, "values that one process draws")
+    yield Guard(stateless, FUNCTIONAL, refusing(_check_values), "layers compute with a rank's part")
     yield Guard(Tensor, "register_hook", _hooked, "hooks that know rows by their numbers")
     # asked by safetensors of each tensor that it writes
     yield Guard(safetensors.torch, "storage_ptr", refusing(refuse_in_file), "files that hold whole tensors")

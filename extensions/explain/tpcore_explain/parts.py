@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -48,6 +48,17 @@ _OVER_DIM: dict[str, tuple[int, int | None]] = {
 }
 """Operations over one dim: the position of the argument ``dim``, and its default; None: all dims."""
 _OVER_CLASSES = frozenset(("cross_entropy", "nll_loss"))
+_BY_PLACE: dict[str, int] = {
+    **dict.fromkeys(_words("chunk tensor_split split split_with_sizes unsafe_chunk unsafe_split take_along_dim"), 2),
+    **dict.fromkeys(
+        _words(
+            "select narrow index_select gather unbind index_fill index_add index_copy scatter scatter_add cat concat "
+            "concatenate"
+        ),
+        1,
+    ),
+}
+"""Operations that take entries of one dim by their places, or put others beside them: the position of ``dim``."""
 _BY_ENTRY = _words(
     # entry by entry
     "abs absolute acos acosh add addcdiv addcmul alpha_dropout and angle arccos arccosh arcsin arcsinh arctan arctan2 "
@@ -99,7 +110,7 @@ class Mark:
     ranks: int
     report: Callable[[str], None]
     certain: bool = False
-    """Whether operations that are not understood pass."""
+    """Whether operations that are not understood pass, and a forward has the order of the whole features."""
 
 
 class PartOf(Observed):
@@ -147,8 +158,8 @@ def _rearranged(out: Tensor, x: PartOf, name: str, rearrange: Callable[[Tensor],
     if dim is None:
         return out
     split = name in _SPLITTING and out.ndim > x.ndim and dim > 0
-    if split and out.shape[dim - 1] == 1 and out.shape[dim] == mark.width:
-        return out  # view(..., 1, head_dim): heads are sharded, of which each rank has one, and head_dim is whole
+    if split and dim > mark.dim and out.shape[dim - 1] == 1:
+        return out  # view(..., 1, head_dim): heads are sharded, of which each rank has one, and the rest is whole
     return marked(out, replace(mark, dim=dim, width=out.shape[dim]))
 
 
@@ -190,6 +201,12 @@ def _problem(name: str, mark: Mark, tensors: list[Tensor], args: tuple[Any, ...]
                 "a sequence-parallel region use tpcore.RMSNorm or tpcore.LayerNorm with sequence_parallel=True, or "
                 "tpcore.comm.mappings.copy(parameter, comm) in a layer of your own"
             )
+    if mark.certain and mark.kind == "features" and mark.dim in _by_place(name, args, kwargs):
+        return (
+            f"{name} takes or adds features by their places, and sees only {part}: where they are several projections' "
+            "in one, give the layer their blocks ('packed_colwise', 'qkv_colwise' or a list of tpcore.Block in a plan, "
+            "blocks= of a layer), else gather them first ('colwise_gather_output', gather_output=True)"
+        )
     if mark.dim not in _reduced(name, args, kwargs, mark.certain):
         return None
     remedy = (
@@ -227,3 +244,36 @@ def _reduced(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], sums: boo
         dims = [dim] if isinstance(dim, int) and not isinstance(dim, bool) else dim
         return tuple(d % x.ndim for d in dims) if isinstance(dims, (list, tuple)) else range(x.ndim)
     return ()
+
+
+def _by_place(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[int]:
+    """The dims along which the function ``name`` takes entries by their places, or puts others beside them."""
+    x = next((t for t in nested.tensors(args[:1]) if isinstance(t, PartOf)), None)
+    if x is None:
+        return
+    if name in ("getitem", "setitem"):
+        yield from _indexed(args[1], x)
+    elif name in ("repeat", "tile"):
+        sizes = args[1:] if isinstance(args[1], int) else args[1]
+        yield from (x.ndim - 1 - i for i, times in enumerate(reversed(sizes)) if times != 1)
+    elif name in _BY_PLACE:
+        position = _BY_PLACE[name]
+        yield kwargs.get("dim", args[position] if len(args) > position else 0) % x.ndim
+
+
+def _indexed(index: Any, x: Tensor) -> Iterator[int]:
+    """The dims of which an index takes some places. Every second entry, and entries by their values, are taken of each
+    part alike."""
+    items = index if isinstance(index, tuple) else (index,)
+    dims = [i.ndim if isinstance(i, Tensor) and i.dtype == torch.bool else int(i is not None) for i in items]
+    dim = 0
+    for item, count in zip(items, dims, strict=True):
+        if item is Ellipsis:
+            dim += x.ndim - sum(dims) + 1
+            continue
+        size = x.shape[dim] if dim < x.ndim else 0
+        start, stop, step = item.indices(size) if isinstance(item, slice) else (1, 1, 1)
+        in_each = start < step and len(range(start, stop, step)) * step == size
+        if count and not in_each and not (isinstance(item, Tensor) and item.dtype == torch.bool):
+            yield dim
+        dim += count

@@ -34,10 +34,9 @@ from .load.lazy import read_parts, stored_weights
 from .plan import rules as styles
 from .plan.decisions import Cut, attentions, check_inside, decide
 from .plan.heads import check_fit, gather_attentions, head_size, heads_argument, localize
-from .plan.inputs import is_own
 from .plan.model import checked_model, rules_of
 from .plan.padded import with_padding
-from .plan.rules import Rule, checked, rule_of
+from .plan.rules import Rule, checked
 from .plan.stages import into_stages, number_of_stages
 from .private import of_transformers
 from .sequence.context_parallel import context_of, cut_context
@@ -50,7 +49,7 @@ from .shard.logits import cut_loss
 from .shard.products import check_in_blocks, multiply_each_alone
 from .shard.refusals import guard, is_guarded
 from .shard.replace import layers_for, replace, restored_if_refused
-from .shard.trial import check_forward
+from .shard.trial import check_forward, is_fused, is_uncompared
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -234,9 +233,9 @@ def _watch(model: nn.Module, cuts: list[Cut], user: Mapping[str, Rule], context:
     compared for it."""
     for cut in cuts:
         layer = model.get_submodule(cut.name)
-        compared = rule_of(cut.name, user) is None and is_own(model.get_submodule(cut.owner))
-        if isinstance(layer, ColumnParallelLinear) and not compared and context.observer is None:
+        if isinstance(layer, ColumnParallelLinear) and is_uncompared(model, cut, user) and context.observer is None:
             layer.observer = observer_of(context, certain=True) if checked_calls() else None
+            layer.fused = is_fused(cut, cuts)
 
 
 def _connect(

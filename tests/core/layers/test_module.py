@@ -205,6 +205,8 @@ ColumnParallelLinear(4, 8)(torch.zeros(2, 3))
     ColumnParallelLinear: the input of shape \(2, 3\) has 3 features, and the layer takes 4$
 ColumnParallelLinear(4, 8)(torch.zeros(2, 2))
     takes 4; 2 is the part of one of tp=2 ranks: gather it first .* input_is_parallel=True
+torch.func.functional_call(ColumnParallelLinear(4, 8), {"weight": torch.ones(8, 4)}, (torch.ones(2, 4),))
+    functional_call: weight is this rank's part of \(8, 4\), of shape \(4, 4\), and not \(8, 4\): .* part_of
 """)
 
 

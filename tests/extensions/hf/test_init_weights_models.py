@@ -121,9 +121,21 @@ def from_outside(module: nn.Module) -> None:
             p.data.normal_(0, 0.02).mul_(2)
 
 
+def children(module: nn.Module) -> None:
+    """By the kinds, the sizes and the values of what is inside, and with Parameters of its own."""
+    for child in module.children() if hasattr(module, "up_proj") else ():
+        if isinstance(child, nn.Linear):
+            nn.init.kaiming_normal_(child.weight.data)
+            child.weight.data.div_(len(child.weight) * child.weight.size(1) + child.weight.data.numel())
+            child.weight.data.copy_(child.weight / child.weight.norm())
+    if hasattr(module, "up_proj"):
+        module.up_proj.weight = nn.Parameter(torch.randn(module.down_proj.weight.shape[::-1]))  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize("way", ["init_weights", "apply"])
-def test_what_a_module_fills_inside_of_it(way: str) -> None:
-    model = MODELS["gpt2"]()
+@pytest.mark.parametrize(("name", "from_outside"), [("gpt2", from_outside), ("llama, tied", children)])
+def test_what_a_module_fills_inside_of_it(name: str, from_outside: Callable[[Any], None], way: str) -> None:
+    model = MODELS[name]()
     whole = copy.deepcopy(model)
     torch.manual_seed(5)
     whole.apply(from_outside)
@@ -139,7 +151,16 @@ def test_what_a_module_fills_inside_of_it(way: str) -> None:
         want: dict[str, Tensor] = dict(whole.named_parameters())
         for key, p in mine.named_parameters():
             assert torch.equal(p, hf.part(want[key].detach(), p)), key
-        with pytest.raises(ValueError, match=r"fills.* of c_attn.bias, of which each rank has a part"):
-            tpcore.init_weights(mine, lambda m: m.c_attn.bias.data[:3].zero_() if hasattr(m, "c_attn") else None)
+        inside, leaf = ("h.0.attn.c_attn", "bias") if name == "gpt2" else ("layers.0.mlp.up_proj", "weight")
+        around, _, last = inside.rpartition(".")
+        layer, module = mine.base_model.get_submodule(inside), mine.base_model.get_submodule(around)
+        kind, p = type(layer), layer.get_parameter(leaf)
+        with pytest.raises(ValueError, match=rf"reads \[.*\] of {last}.{leaf}, of which each rank has a part"):
+            tpcore.init_weights(mine, lambda m: getattr(m, last).get_parameter(leaf)[1:].shape if m is module else None)
+        with pytest.raises(ValueError, match=rf"fills.* of {last}.{leaf}, of which each rank has a part"):
+            tpcore.init_weights(
+                mine, lambda m: getattr(m, last).get_parameter(leaf).data[:3].zero_() if m is module else None
+            )
+        assert (type(layer), layer.get_parameter(leaf)) == (kind, p)
 
     run_ranks(Mesh({"tp": 2}), rank)

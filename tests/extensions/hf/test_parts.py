@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -313,17 +314,41 @@ LINES: dict[str, Callable[[Tensor], Tensor]] = {
     "the largest": lambda x: x.masked_fill(x < x.topk(8, dim=-1).values[..., -1:], 0),
     "a mean": lambda x: x - x.mean(-1, keepdim=True),
     "a cumulative sum": lambda x: x.cumsum(-1),
+    "two halves": lambda x: x * torch.cat([half.sigmoid() for half in reversed(x.chunk(2, -1))], -1),
+    "split": lambda x: x * x.split(x.shape[-1] // 2, -1)[1].sum(),
+    "a half": lambda x: x * x[..., : x.shape[-1] // 2].sum(),
+    "the first": lambda x: x - x[..., 0, None],
+    "two views": lambda x: x * x.unflatten(-1, (2, -1)).unbind(-2)[0].sum(),
+    "side by side": lambda x: x * torch.cat([x, x], -1).view(*x.shape, 2)[..., 0].sum(),
+    "as often": lambda x: x * x.repeat(1, 1, 2).view(*x.shape, 2)[..., 0].sum(),
+}
+NUMBERS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "of an output": lambda line, x: x / x.shape[-1] ** 0.5,
+    "of a weight": lambda line, x: x / line.up.weight.size(0),
+    "of the next": lambda line, x: x / line.down.weight.shape[1],
+    "of entries": lambda line, x: x + line.up.weight.numel(),
+    "places": lambda line, x: x * torch.arange(x.shape[-1]),
+}
+EACH: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "of a layer": lambda line, x: x / line.up.out_features + line.down.in_features,
+    "every second": lambda line, x: torch.stack([x[..., 1::2], x[..., ::2].exp()], -1).flatten(-2),
+    "tokens": lambda line, x: x + x[:, :1] + x.chunk(2, 1)[1].mean(1, keepdim=True),
+    "by value": lambda line, x: x.index_put((x > 0,), torch.zeros((), dtype=x.dtype)),
+    "a head on each rank": lambda line, x: torch.cat(x.view(3, 8, -1, 2, 16)[..., :16].unbind(-2), -1).flatten(2),
 }
 
 
 class Line(torch.nn.Module):
-    def __init__(self, work: Callable[[Tensor], Tensor]) -> None:
+    """``values``: whether its forward needs some."""
+
+    def __init__(self, work: Callable[[Any, Tensor], Tensor], values: bool = False) -> None:
         super().__init__()
-        self.work = work
+        self.work, self.values = work, values
         self.up, self.down = torch.nn.Linear(32, 64), torch.nn.Linear(64, 32)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.work(self.up(x)))
+        y = self.work(self, self.up(x))
+        return self.down(y if not self.values or y.isfinite().all() else y.relu())
 
 
 class LlamaLine(modeling_llama.LlamaMLP):  # type: ignore[misc]
@@ -348,26 +373,70 @@ def test_work_in_a_users_class_under_a_familys_plan_is_right_or_refused(how: str
 
 def assert_line(how: str, make: Callable[[], Any], **options: Any) -> None:
     """A model of elementwise work alone is the whole one; the other work is refused."""
-    if how not in LINES:
+    if how in LINES:
+        hf.refused("sees only (32|1|2) of (64|2|4) features", make, **options)
+    else:
         hf.assert_equals_whole(make, (2,), **options)
-        return
 
+
+LINE = {"model.layers.*.mlp.up": "colwise", "model.layers.*.mlp.down": "rowwise"}
+
+
+def with_lines(work: Callable[[Any, Tensor], Tensor], **options: Any) -> Any:
+    model = llama()
+    for layer in model.model.layers:
+        layer.mlp = Line(work, **options)
+    return model
+
+
+def of(how: str) -> Callable[[Any, Tensor], Tensor]:
+    work = LINES.get(how, F.gelu)
+    return EACH.get(how, lambda line, x: work(x))
+
+
+@pytest.mark.parametrize("how", [*LINES, *EACH, "an activation"])
+def test_work_between_the_layers_of_a_users_plan_is_right_or_refused(how: str) -> None:
+    assert_line(how, lambda: with_lines(of(how)), plan=LINE)
+
+
+@pytest.mark.parametrize("how", NUMBERS)
+def test_a_number_of_what_a_rank_has_is_refused(how: str) -> None:
+    words = r"mlp \(Line\) computes with a number of what a rank has: \w+ by .*, and by .* in the whole model"
+    hf.refused(words, lambda: with_lines(NUMBERS[how]), plan=LINE)
+
+
+@pytest.mark.parametrize("how", ["a softmax", "two halves", "every second"])
+def test_in_a_forward_that_needs_values_the_first_call_refuses(how: str) -> None:
     def rank(ctx: tpcore.ParallelContext) -> None:
-        model = tpcore.parallelize(hf.double(make), **options)
-        with pytest.raises(ValueError, match="sees only 32 of 64 features, different ones on each rank"):
+        model = tpcore.parallelize(with_lines(of(how), values=True), plan=LINE)
+        with pytest.raises(ValueError, match="sees only 32 of 64 features") if how in LINES else nullcontext():
             model(**text())
 
     run_ranks(TWO, rank)
 
 
-@pytest.mark.parametrize("how", [*LINES, "an activation"])
-def test_work_between_the_layers_of_a_users_plan_is_right_or_refused(how: str) -> None:
-    plan = {"model.layers.*.mlp.up": "colwise", "model.layers.*.mlp.down": "rowwise"}
+class Gate(torch.nn.Module):
+    """Two projections in one layer, and two that are put together."""
 
-    def with_line() -> Any:
+    def __init__(self) -> None:
+        super().__init__()
+        self.both, self.down = torch.nn.Linear(32, 64), torch.nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.both(x).chunk(2, -1)
+        return self.down(torch.cat([gate.sigmoid() * up, up], -1))
+
+
+GATE = {"model.layers.*.mlp.both": "packed_colwise", "model.layers.*.mlp.down": "packed_rowwise"}
+
+
+def test_blocks_are_the_remedy_where_projections_are_in_one() -> None:
+    def with_gate() -> Any:
         model = llama()
         for layer in model.model.layers:
-            layer.mlp = Line(LINES.get(how, F.gelu))
+            layer.mlp = Gate()
         return model
 
-    assert_line(how, with_line, plan=plan)
+    hf.assert_equals_whole(with_gate, (2, 4), plan=GATE)
+    words = "chunk takes or adds features by their places, and sees only 32 of 64 .*'packed_colwise'"
+    hf.refused(words, with_gate, plan=dict(zip(GATE, ("colwise", "rowwise"), strict=True)))

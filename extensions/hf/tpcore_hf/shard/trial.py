@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from tpcore import nested
+from tpcore.backend.registry import observer_of
 from tpcore.layers.adopt import is_hooked
 from tpcore.layers.module import ParallelModule
 from tpcore.log import inform
@@ -29,6 +30,12 @@ from ..private import of_transformers
 Made = Mapping[nn.Module, tuple[Cut, ParallelModule]]
 _OTHER = {plan.HEADS_ARGUMENT, plan.PARAMETER_HEADS}
 """Styles that change what a forward gets otherwise than by the sizes of a layer."""
+_COUNTED = (
+    " add radd iadd sub rsub isub mul rmul imul div rdiv divide true_divide truediv rtruediv itruediv floordiv "
+    "rfloordiv floor_divide mod rmod remainder fmod pow rpow clamp clamp_min clamp_max lt le gt ge eq ne arange tensor "
+    "full fill "
+)
+"""Functions of which a whole number is a value; of others it may be a size."""
 _NEW = {Tensor.new_empty, Tensor.new_full, Tensor.new_ones, Tensor.new_tensor, Tensor.new_zeros}
 
 
@@ -44,17 +51,22 @@ class _Calls:
     open: list[Cut] = field(default_factory=list)
     parts: dict[Tensor, nn.Module] = field(default_factory=dict)
     read: nn.Module | None = None
+    followed: dict[nn.Module, Callable[[Tensor], Tensor]] = field(default_factory=dict)
+    """What layers' outputs, of which an observer sees the use, are in its eyes."""
+    numbers: list[tuple[str, tuple[float, ...], nn.Module | None]] = field(default_factory=list)
+    """Each function that was called with some, and where."""
 
     def enter(self, module: nn.Module, args: object) -> None:
         self.inside.append(module)
 
-    def leave(self, module: nn.Module, args: object, output: object) -> None:
+    def leave(self, module: nn.Module, args: object, output: Any) -> Any:
         self.inside.pop()
         cut, _ = self.made.get(module, (None, None))
         if cut is not None and cut.style in OPENS:
             self.open.append(cut)
         elif cut is not None:
             self.open.clear()
+        return self.followed[module](output) if module in self.followed else output
 
     def computing(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``forward`` of a sharded ``module``, which may be called without the module's call."""
@@ -71,6 +83,10 @@ class _Reads(TorchFunctionMode):
         self.calls = calls
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kinds = getattr(func, "__name__", "").strip("_"), (float, int)
+        values = (*args, *(kwargs or {}).values())
+        if given := tuple(x for x in values if isinstance(x, kinds[: 1 + (f" {name} " in _COUNTED)])):
+            self.calls.numbers.append((name, given, self.calls.inside[-1] if self.calls.inside else None))
         output = func(*args, **(kwargs or {}))
         # of the others these take a dtype and a device
         taken = args[:1] if func in (Tensor.to, Tensor.type_as) else args[1:] if func in _NEW else (args, kwargs)
@@ -94,18 +110,51 @@ def check_forward(
     compared = is_own(model) and not any(rule_of(c.name, user) or _is_foreign(model, c.owner) for c in sharded)
     if compared or any(cut.style in _OTHER for cut in cuts) or any(map(is_hooked, model.modules())):
         return
-    untried = list[Exception]()
+    observer, untried = observer_of(current(), certain=True), list[Exception]()
     for labels in (False, True):
-        calls = _Calls({cut.module: made[cut.module] for cut in ends}, {cut.module for cut in sharded})
+        calls, whole = _Calls({c.module: made[c.module] for c in ends}, {c.module for c in sharded}), _Calls({})
+        for cut in ends:
+            if cut.style in OPENS and observer is not None and is_uncompared(model, cut, user):
+                kind = "fused features" if is_fused(cut, cuts) else "features"
+                calls.followed[cut.module] = partial(observer.part, comm=made[cut.module][1].tp, dim=-1, kind=kind)
         error = _error(model, calls, localize, labels)
-        if calls.read is not None or (error is not None and _error(model, _Calls({}), lambda: None, labels) is None):
+        if calls.read is not None or (_error(model, whole, lambda: None, labels) is None and error is not None):
             raise ValueError(_refusal(model, calls, error)) from error
-        untried += [] if error is None else [error]
+        if error is None:
+            _check_numbers(model, calls, whole)
+        else:
+            untried.append(error)
     if len(untried) == 2 and current().rank == 0:
         inform(
             f"{type(model).__name__}: whether its forward takes what a rank has was not tried, for it needs more than "
             f"tokens: {type(untried[0]).__name__}: {untried[0]}"
         )
+
+
+def _check_numbers(model: nn.Module, calls: _Calls, whole: _Calls) -> None:
+    """ValueError where a forward computes with a number that is another in the ``whole`` model."""
+    for (name, here, inside), (other, there, _) in zip(calls.numbers, whole.numbers, strict=False):
+        if name != other:
+            return  # a loop over what a rank has
+        if here != there:
+            names = {module: general(model, at) for at, module in model.named_modules() if at}
+            raise ValueError(
+                f"{names.get(inside, 'its forward')} ({type(inside or model).__name__}) computes with a number of what "
+                f"a rank has: {name} by {', '.join(map(str, here))}, and by {', '.join(map(str, there))} in the whole "
+                "model: let it take in_features or out_features of a layer, or a size of the configuration, which are "
+                "the whole's, and not one of a weight's or an output's shape"
+            )
+
+
+def is_uncompared(model: nn.Module, cut: Cut, user: Mapping[str, Rule]) -> bool:
+    """Whether what follows a layer was compared with nothing: its rule is of a ``user``, or its owner's class is."""
+    return rule_of(cut.name, user) is not None or not is_own(model.get_submodule(cut.owner))
+
+
+def is_fused(cut: Cut, cuts: Iterable[Cut]) -> bool:
+    """Whether the features of a layer, or of another that its owner puts them together with, are several
+    projections'."""
+    return any(len(other.blocks or ()) > 1 for other in cuts if other.owner == cut.owner)
 
 
 def _is_foreign(model: nn.Module, owner: str) -> bool:

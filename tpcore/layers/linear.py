@@ -241,6 +241,7 @@ class RowParallelLinear(ParallelLinear):
                 "ranks would count them once for each copy; pass replicate=False"
             )
         cut = cut_features(self, "in_features", blocks, pad)
+        self._takes = cut.local_shape(self.tp.size)[0] if input_is_parallel else in_features
         self._declare(cut, 1, ShardSpec((out_features,)) if bias else None, init_method, dtype, device)
 
     @property
@@ -250,7 +251,7 @@ class RowParallelLinear(ParallelLinear):
 
     def forward(self, x: Tensor) -> Result:
         weight, dim = self.weight.t() if self.transposed else self.weight, self.tokens_dim
-        y = self._matmul(self._enter(x, weight.shape[-1]), weight, None if self.skip_bias_add else self.bias)
+        y = self._matmul(self._enter(x), weight, None if self.skip_bias_add else self.bias)
         if dim is not None:
             y = self.as_part(y, dim, "tokens")
         if not self.skip_bias_add:
@@ -260,10 +261,9 @@ class RowParallelLinear(ParallelLinear):
         # the caller adds it to this rank's tokens only, so its gradient is summed over the ranks
         return y, ops.copy(self.bias, self.tp, dtype=self.reduce_dtype)
 
-    def _enter(self, x: Tensor, local: int) -> Tensor:
-        takes = local if self.input_is_parallel else self.in_features
-        if x.shape[-1] != takes:
-            refuse_width(self, self.in_features, x, takes, self.input_is_parallel)
+    def _enter(self, x: Tensor) -> Tensor:
+        if x.shape[-1] != self._takes:
+            refuse_width(self, self.in_features, x, self._takes, self.input_is_parallel)
         check_tokens_dim(self, self.tokens_dim, x.ndim)
         return self.features.mask(x if self.input_is_parallel else self.features.scatter(x, self.tp), self.tp)
 

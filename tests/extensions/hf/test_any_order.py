@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import hf
+from helpers.counting import counted
 from helpers.hf import GPT2, double, llama, mixtral, part, text
 from helpers.tiers import SLOW
 from hypothesis import Phase, given, settings
@@ -199,6 +200,18 @@ def test_hidden_states_are_whole() -> None:
         assert_sums(model, "llama", played(model, [("loss", 8)]))
 
     run_ranks(Mesh({"tp": 2}), rank)
+
+
+def test_after_whole_hidden_states_tokens_are_shared_again() -> None:
+    def rank(ctx: tpcore.ParallelContext) -> None:
+        model = made("llama", sequence_parallel=True).eval()
+        for options in ({}, {"output_hidden_states": True}, {}):
+            ctx.comm("tp").all_reduce(torch.ones(7))
+            model(**batch(8), **options)
+
+    _, (calls, _) = counted(Mesh({"tp": 2}), rank)
+    first, held, last = (i for i, call in enumerate(calls) if call.shape == (7,))
+    assert calls[first:held] == calls[last:] != calls[held:last]
 
 
 @pytest.mark.skipif(not hf.SPREADS, reason="experts of this transformers are whole, and may mix tokens: refused")

@@ -160,7 +160,7 @@ class _Fills(TorchDispatchMode):
         return args[0]
 
 
-class _Sizes(TorchFunctionMode):  # type: ignore[no-untyped-call]
+class _Sizes(TorchFunctionMode):
     """A part has the size of the whole."""
 
     def __init__(self, parts: _Parts) -> None:

@@ -125,8 +125,6 @@ class ColumnParallelLinear(ParallelLinear):
         group: the ranks of the layer: a Comm, a process group, or None for the tp axis.
     """
 
-    fused: bool
-    """Whether its features are several projections', of which a rank's are in the order that the whole ones have."""
     input_is_copied = False
     """Whether the input comes from ``mappings.copy`` or ``all_gather``, which sum its gradient once for all layers
     that read it (``tpcore.layers.share_input``)."""
@@ -154,7 +152,7 @@ class ColumnParallelLinear(ParallelLinear):
         self.sequence_dim = sequence_dim if self.tokens is None else None
         self.input_is_copied = self.tokens is not None
         cut = cut_features(self, "out_features", blocks, pad)
-        self.fused = len(cut.blocks) > 1
+        self.fused = len(cut.blocks) > 1  # features of several projections, each sharded by itself
         self._declare(cut, 0, cut if bias else None, init_method, dtype, device)
 
     def forward(self, x: Tensor) -> Result:
@@ -186,7 +184,7 @@ class ColumnParallelLinear(ParallelLinear):
         """All output features if ``gather_output``, else this rank's with its padding zeroed."""
         if self.gather_output:
             return self.features.gathered(y, self.tp)
-        y = self.as_part(self.features.mask(y, self.tp), -1, "fused features" if self.fused else "features")
+        y = self.as_part(self.features.mask(y, self.tp), -1, "fused " * self.fused + "features")
         if self.features.padded or self.features.order is not None:
             setattr(y, ops.FEATURES, self.features)
         return y

@@ -335,6 +335,30 @@ def test_the_runtime_is_asked_for_the_devices_index(ranks: RankPool) -> None:
     assert ranks.run(Mesh({"tp": 1}), places, **UNDER) == [("neuron:0", "neuron:5")]
 
 
+ELSEWHERE: dict[str, Callable[[ParallelContext], Any]] = {
+    "made": lambda ctx: torch.ones(1, device="neuron:7"),
+    "moved": lambda ctx: torch.ones(1).to("neuron:7"),
+    "set": lambda ctx: torch.get_device_module("neuron").set_device(7),
+    "entered": lambda ctx: torch.get_device_module("neuron").device("neuron:7").__enter__(),
+    "empty": lambda ctx: dist.all_gather([torch.ones(0, device=ctx.device)], torch.ones(1, device=ctx.device)),
+}
+"""On another device, or with a tensor without elements among others."""
+
+
+def asked_elsewhere(ctx: ParallelContext) -> list[str]:
+    found = []
+    for call in ELSEWHERE.values():
+        with pytest.raises((RuntimeError, ValueError)) as refused:
+            call(ctx)
+        found.append(str(refused.value).partition(" refuses ")[0].rpartition(" ")[2])
+    return [*found, str((torch.ones(1, dtype=torch.complex128, device=ctx.device) / 3).item() == 1 / 3)]
+
+
+def test_each_way_to_another_device_is_refused_and_complex_numbers_are_narrow(ranks: RankPool) -> None:
+    wanted = [["other_index)"] * 4 + ["empty)", "False"]]
+    assert ranks.run(Mesh({"tp": 1}), asked_elsewhere, **UNDER) == wanted
+
+
 def early() -> str:
     register(frozenset({"early_device"}))
     torch.ones(1, device="neuron")

@@ -184,7 +184,7 @@ class ColumnParallelLinear(ParallelLinear):
         """All output features if ``gather_output``, else this rank's with its padding zeroed."""
         if self.gather_output:
             return self.features.gathered(y, self.tp)
-        y = self.as_part(self.features.mask(y, self.tp), -1, "fused " * self.fused + "features")
+        y = self.as_part(self.features.mask(y, self.tp), -1, "fused features" if self.fused else "features")
         if self.features.padded or self.features.order is not None:
             setattr(y, ops.FEATURES, self.features)
         return y

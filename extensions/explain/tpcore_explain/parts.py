@@ -59,6 +59,11 @@ _BY_PLACE: dict[str, int] = {
     ),
 }
 """Operations that take entries of one dim by their places, or put others beside them: the position of ``dim``."""
+_AT_DIM = {"vsplit": 0, "vstack": 0, "row_stack": 0, "flipud": 0, "hsplit": 1, "hstack": 1, "column_stack": 1}
+_AT_DIM |= {"fliplr": 1, "dsplit": 2, "dstack": 2}
+"""As ``_BY_PLACE``, of a dim that the name says."""
+_OF_ALL = _words("take put masked_select diagonal")
+"""As ``_BY_PLACE``, of any dims; what is selected by values is then of no known place."""
 _BY_ENTRY = _words(
     # entry by entry
     "abs absolute acos acosh add addcdiv addcmul alpha_dropout and angle arccos arccosh arcsin arcsinh arctan arctan2 "
@@ -130,8 +135,7 @@ class PartOf(Observed):
         name = getattr(func, "__name__", "").strip("_")
         # what an operation is made of is no operation of the program: on meta tensors it comes here by itself
         inner = isinstance(func, OpOverload) and func.namespace in ("aten", "prims")
-        silent = inner or (mark.certain and not understood(name))
-        if not silent and (problem := _problem(name, mark, tensors, args, kwargs)):
+        if not inner and (problem := _problem(name, mark, tensors, args, kwargs)):
             mark.report(problem)
         with plain_functions():
             out = func(*args, **kwargs)
@@ -187,7 +191,7 @@ def marked(t: Tensor, mark: Mark) -> Tensor:
 def _problem(name: str, mark: Mark, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     """What is wrong with a call of the function ``name`` on a part; None if nothing is."""
     part = f"{mark.width} of {mark.width * mark.ranks} {mark.kind}"
-    if not understood(name):
+    if not (mark.certain or understood(name)):
         return (
             f"{name or 'an operation without a name'} sees only {part}, and a checked run does not know what "
             "it makes of a part: gather them first (gather_output=True, or tpcore.comm.mappings.gather), or, "
@@ -248,17 +252,21 @@ def _reduced(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], sums: boo
 
 def _by_place(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[int]:
     """The dims along which the function ``name`` takes entries by their places, or puts others beside them."""
-    x = next((t for t in nested.tensors(args[:1]) if isinstance(t, PartOf)), None)
+    x = next((t for t in nested.tensors((args[:1], kwargs)) if isinstance(t, PartOf)), None)
     if x is None:
         return
     if name in ("getitem", "setitem"):
         yield from _indexed(args[1], x)
     elif name in ("repeat", "tile"):
-        sizes = args[1:] if isinstance(args[1], int) else args[1]
+        given = args[1:] or [value for value in kwargs.values() if not isinstance(value, Tensor)]
+        sizes = given if isinstance(given[0], int) else given[0]
         yield from (x.ndim - 1 - i for i, times in enumerate(reversed(sizes)) if times != 1)
-    elif name in _BY_PLACE:
-        position = _BY_PLACE[name]
-        yield kwargs.get("dim", args[position] if len(args) > position else 0) % x.ndim
+    elif name in _AT_DIM:
+        yield min(_AT_DIM[name], x.ndim - 1)
+    elif name in _OF_ALL or name in _BY_PLACE:
+        position = _BY_PLACE.get(name, 0)
+        dim = kwargs.get("dim", kwargs.get("axis", args[position] if len(args) > position else 0))
+        yield from (dim % x.ndim,) if name in _BY_PLACE and dim is not None else range(x.ndim)
 
 
 def _indexed(index: Any, x: Tensor) -> Iterator[int]:

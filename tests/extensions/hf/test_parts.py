@@ -321,7 +321,17 @@ LINES: dict[str, Callable[[Tensor], Tensor]] = {
     "two views": lambda x: x * x.unflatten(-1, (2, -1)).unbind(-2)[0].sum(),
     "side by side": lambda x: x * torch.cat([x, x], -1).view(*x.shape, 2)[..., 0].sum(),
     "as often": lambda x: x * x.repeat(1, 1, 2).view(*x.shape, 2)[..., 0].sum(),
+    "as often, by name": lambda x: x * torch.tile(x, dims=(1, 1, 2)).view(*x.shape, 2)[..., 0].sum(),
+    "by names": lambda x: x * torch.cat(dim=-1, tensors=[x, x]).view(*x.shape, 2)[..., 0].sum(),
+    "by an axis": lambda x: x * torch.concatenate([x, x], axis=-1).view(*x.shape, 2)[..., 0].sum(),
+    "in depth": lambda x: x * torch.dstack([x, x]).view(*x.shape, 2)[..., 0].sum(),
+    "turned": lambda x: torch.fliplr(x.transpose(1, 2)).transpose(1, 2),
+    "halves in depth": lambda x: x * torch.dsplit(x, 2)[0].sum(),
+    "of all": lambda x: x + x.take(torch.arange(3)).sum(),
+    "along all": lambda x: x + torch.take_along_dim(x, torch.zeros(1, dtype=torch.long), dim=None).sum(),
+    "a diagonal": lambda x: x + x.diagonal(0, 1, 2).sum(-1)[:, None, None],
 }
+SELECTED: dict[str, Callable[[Tensor], Tensor]] = {"selected": lambda x: x + x.masked_select(x > 0).sum()}
 NUMBERS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "of an output": lambda line, x: x / x.shape[-1] ** 0.5,
     "of a weight": lambda line, x: x / line.up.weight.size(0),
@@ -333,6 +343,8 @@ EACH: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "of a layer": lambda line, x: x / line.up.out_features + line.down.in_features,
     "every second": lambda line, x: torch.stack([x[..., 1::2], x[..., ::2].exp()], -1).flatten(-2),
     "tokens": lambda line, x: x + x[:, :1] + x.chunk(2, 1)[1].mean(1, keepdim=True),
+    "once": lambda line, x: x + torch.tile(x, dims=(1, 1, 1)) + x.repeat(repeats=(1, 1, 1)),
+    "tokens side by side": lambda line, x: torch.hstack([x[:, :2], x[:, 2:]]),
     "by value": lambda line, x: x.index_put((x > 0,), torch.zeros((), dtype=x.dtype)),
     "a head on each rank": lambda line, x: torch.cat(x.view(3, 8, -1, 2, 16)[..., :16].unbind(-2), -1).flatten(2),
 }
@@ -390,7 +402,7 @@ def with_lines(work: Callable[[Any, Tensor], Tensor], **options: Any) -> Any:
 
 
 def of(how: str) -> Callable[[Any, Tensor], Tensor]:
-    work = LINES.get(how, F.gelu)
+    work = (LINES | SELECTED).get(how, F.gelu)
     return EACH.get(how, lambda line, x: work(x))
 
 
@@ -405,11 +417,11 @@ def test_a_number_of_what_a_rank_has_is_refused(how: str) -> None:
     hf.refused(words, lambda: with_lines(NUMBERS[how]), plan=LINE)
 
 
-@pytest.mark.parametrize("how", ["a softmax", "two halves", "every second"])
+@pytest.mark.parametrize("how", ["a softmax", "two halves", "selected", "every second"])
 def test_in_a_forward_that_needs_values_the_first_call_refuses(how: str) -> None:
     def rank(ctx: tpcore.ParallelContext) -> None:
         model = tpcore.parallelize(with_lines(of(how), values=True), plan=LINE)
-        with pytest.raises(ValueError, match="sees only 32 of 64 features") if how in LINES else nullcontext():
+        with pytest.raises(ValueError, match="sees only 32 of 64 features") if how not in EACH else nullcontext():
             model(**text())
 
     run_ranks(TWO, rank)

@@ -56,8 +56,9 @@ $(LORA_AT)/.done:
 	@touch $@
 
 # RETRY=1, as in continuous integration: what failed runs once more, alone, below the text of its failure. Of ten thousand tests
-# some thousand wait for processes, and a machine that does much else brings about orders that nobody has seen.
-tests = $(1) -m pytest $(2) $(if $(RETRY),|| { [ $$? = 1 ] && $(1) -m pytest $(2) -n 0 --last-failed --last-failed-no-failures none; })
+# some thousand wait for processes, and a machine that does much else brings about orders that nobody has seen. One worker, not
+# none: a test of a group is kept as test@group, a name that pytest-xdist alone gives; pytest, finding none of its names, runs all.
+tests = $(1) -m pytest $(2) $(if $(RETRY),|| { [ $$? = 1 ] && $(1) -m pytest $(2) -n 1 --last-failed --last-failed-no-failures none; })
 
 test: venv  ## every law and error once, and the style: 10 to 12 minutes on 2 cores, installation included
 	$(BIN)/ruff check --quiet .

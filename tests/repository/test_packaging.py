@@ -6,6 +6,7 @@ import ast
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 import zipfile
@@ -59,6 +60,17 @@ def test_every_module_of_the_checkout_is_in_the_wheel(wheel):
     homes = {"tpcore": ROOT, **BESIDE}
     here = {p.relative_to(home).as_posix() for name, home in homes.items() for p in (home / name).rglob("*.py")}
     assert here | {"tpcore_pytest.py"} == {name for name in wheel.namelist() if name.endswith(".py")}
+
+
+def test_no_link_of_the_readme_leads_nowhere(metadata):
+    """An index shows it without the checkout; where the project has an address, links lead there."""
+    readme = runpy.run_path(str(ROOT / "hatch_build.py"))["readme"]
+    assert "Tensor parallelism" in str(metadata.get_payload())
+    assert re.findall(r"\]\((?!https?:|#)", str(metadata.get_payload())) == []
+    text = "[a](docs/a.md) ![b](b.png) [c](#c) [d](https://d)"
+    assert readme(text, None) == "a b [c](#c) [d](https://d)"
+    there = "[a](https://x/blob/HEAD/docs/a.md) ![b](https://x/raw/HEAD/b.png) [c](#c) [d](https://d)"
+    assert readme(text, "https://x") == there
 
 
 def test_entry_points(wheel):

@@ -151,7 +151,7 @@ def is_nested(top: Mapping[Any, Any], model_key: str | None, where: str) -> bool
     if any(isinstance(value, Tensor | Leaf) for value in top.values()):
         return False
     raise CheckpointError(
-        f"{where} has no model under {model_key!r}, nor is it one's state itself: it has {list(top)[:20]}"
+        f"{where} has no model under {model_key!r}, nor is it one's state itself: give a model_key of {list(top)[:20]}"
     )
 
 

@@ -57,7 +57,7 @@ def report() -> dict[str, Section]:
         "devices": {**devices, "EFA or InfiniBand": ", ".join(efa) or "none"},
         "network": {name: state or "state unknown" for name, state in network.items()},
         "environment": dict(sorted(env.items())) or {"variables of tpcore, launchers and networks": "none is set"},
-        "backends": installed or {"installed": "none: pip install 'tpcore[cpu]'"},
+        "backends": installed or {"installed": "none: install tpcore again"},
         "what init() would choose": _choice(),
     }
 

@@ -221,8 +221,9 @@ def _explain_errors(rank: int, recorder: Recorder) -> Iterator[None]:
             ) from e
         if not isinstance(e, RuntimeError | NotImplementedError) or "meta" not in str(e).lower():
             module = f", module {recorder.failed.module}" if recorder.failed else ""
-            notes = getattr(e, "__notes__", [])  # Python 3.10 has no add_note
-            vars(e)["__notes__"] = [*notes, f"rank {rank}, {recorder.phase}{module}{at}"]
+            if module or at:
+                notes = getattr(e, "__notes__", [])  # Python 3.10 has no add_note
+                vars(e)["__notes__"] = [*notes, f"rank {rank}, {recorder.phase}{module}{at}"]
             raise
         raise ValueError(
             f"rank {rank} reads a value{at}, and a recorded step has none: it runs on meta tensors, which "

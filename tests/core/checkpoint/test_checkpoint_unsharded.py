@@ -110,7 +110,7 @@ def test_a_directory_without_weights(tmp_path: Path) -> None:
     [
         ({"model": full(), "x": Bomb()}, "unpickling that could run code"),
         ([1, 2], "holds a list"),
-        ({"net": full()}, "no model under 'model'"),
+        ({"net": full()}, r"no model under 'model'.*: give a model_key of \['net'\]"),
         ({"model": {**full(), 3: torch.ones(1)}}, "names, not 3"),
         (None, "is truncated"),
     ],

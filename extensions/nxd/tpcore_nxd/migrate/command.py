@@ -77,11 +77,11 @@ def _tell(found: dict[str, Script], changed: str, quiet: bool, as_json: bool) ->
         f"{counted(len(found), 'file')} with findings, of {changed}, {counted(gone, 'name')} without counterpart"
     ]
     if stays:
-        summary.append(f"{counted(stays, 'import')} of other libraries stay: change them by hand")
+        summary.append(f"to change by hand: {counted(stays, 'import')} of other libraries")
     if by_hand:
         summary.append(
-            f"{counted(by_hand, 'use')} of xla devices and groups, of names in other modules, or calls that raise, "
-            "stay: change them by hand"
+            f"to change by hand: {counted(by_hand, 'use')} of xla devices and groups, of names in other modules, or "
+            "calls that raise"
         )
     if quiet:
         echo("\n".join(summary), err=True)

@@ -544,7 +544,7 @@ def cut_softmax() -> Any:
 
 TOLD = [
     (":raises", 2, r"^tpcore explain: RuntimeError: .*\(rank 0, forward, module 1 at .*test_explain.py:\d+ in "),
-    ("", 2, r"^tpcore explain: .*test_explain.py:make "),
+    ("", 2, r"^tpcore explain: .*test_explain.py:make$"),
     (":cut_softmax", 1, "^1: softmax sees only 4 of 8 features"),
     (":ends_early", 1, rf"^  rank 0 waits for group .*: {IN_LOGS}$"),
 ]

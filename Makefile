@@ -100,8 +100,11 @@ NEWEST := transformers accelerate peft trl torchao megatron-core fastapi starlet
 NEWEST_VENV := .venv-newest
 NEWEST_LOCK := requirements/lock-newest.txt
 NEWEST_PROJECT := $(NEWEST_VENV)/.project-$(firstword $(shell cat $(LOCK) $(NEWEST_LOCK) | cksum))-$(notdir $(PROJECT))
+# Those of another version than the lock's, or not in it: what is the same there, `make test` tests. NEWER="$(NEWEST)" tests with all.
+NEWER ?= $(filter $(NEWEST),$(shell grep -vxFf $(LOCK) $(NEWEST_LOCK) | sed 's/==.*//'))
 # All tests of files that name one of them, by itself or by a helper, and TRL's, torchao's and Megatron's, which are not in .venv.
-NEWEST_TESTS = $(shell grep -lrE '\<($(subst $() ,|,$(filter-out pytest,$(NEWEST)))|hf|families|pytester)\>' tests --include='test_*.py' \
+OF_HF = $(if $(filter transformers accelerate peft,$(NEWER)),hf families)
+NEWEST_TESTS = $(shell grep -lrE '\<($(subst $() ,|,$(strip $(filter-out pytest,$(NEWER)) $(OF_HF) pytester)))\>' tests --include='test_*.py' \
     | grep -v -e tests/xla -e test_trl)
 
 # The core alone: a tree without extensions, in an environment without what they are for.

@@ -8,8 +8,8 @@ from dataclasses import replace
 from inspect import signature
 from typing import Any
 
-import pytest
 import torch
+from helpers.tiers import tiers
 from torch import Tensor
 
 from tpcore.backend.interface import Capabilities
@@ -141,8 +141,10 @@ def found(caught_by: str, cls: type[Plain], kind: type[Kit] = Kit) -> bool:
     return any(failures(cls, kind, (caught_by,)))
 
 
-def first_of(faults: Faults, *tests: str) -> list[Any]:
-    """All names, for ``parametrize``. Slow are all but the first fault of each of these tests of the kit."""
+def first_of(faults: Faults, *tests: str, one_in: int = 1) -> list[Any]:
+    """All names, for ``parametrize``. Slow are all but the first fault of each of these tests of the kit, and all but
+    one in so many of them are drills."""
     first = {by.partition(" ")[0]: name for name, (by, _) in reversed(faults.items())}
-    quick = {first[test] for test in tests}
-    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in faults]
+    quick = [first[test] for test in tests]
+    slow = [name for name in faults if name not in quick]
+    return tiers(quick, slow[::one_in], slow)

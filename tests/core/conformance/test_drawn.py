@@ -275,7 +275,7 @@ KINDS: dict[str, type[Kit]] = {
 }
 
 
-@pytest.mark.parametrize("name", first_of(FAULTS, "test_under_way", "test_under_way_in_groups"))
+@pytest.mark.parametrize("name", first_of(FAULTS, "test_under_way", "test_under_way_in_groups", one_in=3))
 def test_the_kit_finds_the_fault(name: str) -> None:
     caught_by, cls = FAULTS[name]
     assert found(caught_by, cls, KINDS.get(name, OnTwo))

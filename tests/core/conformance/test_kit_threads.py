@@ -38,6 +38,12 @@ class TestThreads(Conformance):
         some = test in ("test_groups", "test_layers") or (test == "test_values" and params["dtype"] in SOME)
         return test != "test_large" and (not many or some)
 
+    @classmethod
+    def drill(cls, test: str, params: Mapping[str, Any]) -> bool:
+        """Four ranks go by what two and three do: processes run all of it on four."""
+        four = any(mesh.size > 3 for mesh in params.values() if isinstance(mesh, Mesh))
+        return four and not cls.quick(test, params)
+
     def backend_class(self) -> type[ThreadBackend]:
         return ThreadBackend
 

@@ -13,6 +13,7 @@ import torch
 import transformers
 from helpers import programs as forked
 from helpers.hf import GPT2, T5, TINY, llama, mixtral, phi3
+from helpers.tiers import tiers
 from torch import Tensor, nn
 
 import tpcore
@@ -326,9 +327,10 @@ def _experts() -> Any:
     return whole(lambda: mixtral(num_local_experts=8, experts_implementation=None))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "options", [{"expert_parallel": True}, {"capacity_factor": 0.75}], ids=["experts", "features, of a capacity"]
+    "options",
+    tiers((), [{"expert_parallel": True}], [{"capacity_factor": 0.75}]),
+    ids=["experts", "features, of a capacity"],
 )
 def test_a_model_of_experts_is_traced_and_served(options: dict[str, Any], tmp_path: Path) -> None:
     lengths: dict[str, Any] = {"max_length": LENGTH, "prompt_lengths": (8,), "backend": "cpu_gloo"}

@@ -130,7 +130,7 @@ def _accepted(model: Any, kind: str) -> list[str]:
     first = {re.sub(r"\d+", "*", name): name for name, _ in reversed([*model.named_modules()]) if name}
 
     def rank(ctx: tpcore.ParallelContext) -> list[str]:
-        names = [*first.values()]
+        names = [] if ctx.rank else [*first.values()]  # each rank finds the same, with nothing from another
         while refused := _refused(model, names, kind):
             names.remove(refused)
         return names

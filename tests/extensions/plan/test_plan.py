@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from helpers import hf
+from helpers.tiers import tiers
 from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
@@ -392,8 +393,7 @@ CHOICES = [
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("choice", CHOICES, ids=str)
+@pytest.mark.parametrize("choice", tiers((), CHOICES[::2], CHOICES), ids=str)
 def test_the_printed_lines_train_as_one_process(tmp_path: Path, choice: Choice) -> None:
     where = folder(tmp_path)
     alone = trained(where, Choice(microbatch=4), SEQ)

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
-from helpers import families, hf
+from helpers import any_model, families, hf
 from helpers.states import PLANS, SIZES
 from helpers.tiers import tiers
 from helpers.worlds import each_rank
@@ -105,11 +106,36 @@ def test_positions_of_a_grid(count: int, way: str, monkeypatch: pytest.MonkeyPat
     assert_equal(make, CP4, given, way, dealt=True)
 
 
-def test_images_among_the_tokens_are_refused() -> None:
-    config = transformers.Qwen3VLConfig(text_config=families.config_of("qwen3_vl_text").to_dict())
-    why = "cannot have its tokens cut over cp=2 ranks: it puts what a tower sees, images for instance, among the tokens"
+@pytest.mark.parametrize(("family", "mesh", "way"), [("qwen3_vl", CP2_TP2, "ring"), ("llava", CP4, "gather")], ids=str)
+def test_images_among_the_tokens(family: str, mesh: dict[str, int], way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of qwen3_vl what the tower sees is added in layers too."""
+
+    def make() -> Any:
+        config = any_model.tiny(family)
+        config.vision_config.deepstack_visual_indexes = [0, 1]
+        return any_model.class_for(family)(config)
+
+    batch = any_model.batch_for(make())
+    more = -batch["input_ids"].shape[1] % 8
+    batch = {
+        name: F.pad(t, (0, more), value=5) if t.shape == batch["input_ids"].shape else t for name, t in batch.items()
+    }
+    places = batch.get("mm_token_type_ids", torch.zeros(0))
+    batch["attention_mask"][0, -3:], places[..., -more:] = 0, 0
+    batch["labels"] = batch["labels"].masked_fill(batch["attention_mask"] == 0, -100)
+    families.widen(monkeypatch, but="experts")
+    whole = {n: t.double() if t.is_floating_point() else t for n, t in batch.items()}
+    assert_equal(make, mesh, {**whole, "use_cache": False}, way)
+
+
+def test_images_with_masks_of_their_own_are_refused() -> None:
+    config = transformers.Gemma3Config(text_config=families.config_of("gemma3_text").to_dict())
+    why = (
+        "cannot have its tokens cut over cp=2 ranks: it puts what a tower sees, images for instance, among the tokens, "
+        "and only llava, mistral3, qwen2_5_vl, qwen2_vl, qwen3_vl were compared so"
+    )
     with torch.device("meta"):
-        model = transformers.Qwen3VLForConditionalGeneration(config)
+        model = transformers.Gemma3ForConditionalGeneration(config)
     hf.refused(why, lambda: model, CP2)
 
 

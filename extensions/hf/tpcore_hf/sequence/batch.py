@@ -26,8 +26,9 @@ IGNORED = -100
 ATTENTION = "tpcore_context_parallel"
 """The name by which transformers knows attention over the tokens of all ranks."""
 _DOCUMENTS = "tpcore_documents"
-_SEQUENCES = ("input_ids", "inputs_embeds", "token_type_ids", "lang_ids", "labels", "shift_labels")
-_KNOWN = (*_SEQUENCES, "position_ids", "attention_mask", "num_items_in_batch")
+_INPUTS, _LABELS = ("input_ids", "inputs_embeds", "token_type_ids", "lang_ids"), ("labels", "shift_labels")
+_PLACES, _ADDED = "visual_pos_masks", "deepstack_visual_embeds"
+_KNOWN = (*_INPUTS, *_LABELS, "position_ids", "attention_mask", "num_items_in_batch")
 
 
 @dataclass(eq=False)
@@ -51,6 +52,8 @@ class DealtTokens:
     """What the model below the head is given, of the mask that is dealt."""
     grids: bool = False
     """Whether positions may be ``[3, batch, tokens]``, of time, height and width, or 4 with the text's before them."""
+    inside: Any = None
+    """The model of text in one with towers, which is given embeddings of whole sequences and deals them."""
     compared: bool = False
     """Whether the ranks' batches were compared."""
     rows_are_whole: bool = False
@@ -68,8 +71,9 @@ class DealtTokens:
         self._check(model, kwargs)
         self.check_unseen(model)
         if not self._dealt(kwargs):
-            self._compare({name: torch.as_tensor(kwargs[name]) for name in _KNOWN if kwargs.get(name) is not None})
-            kwargs = self._deal(kwargs)
+            read = {*_KNOWN} if self.inside is None else {n for n, v in kwargs.items() if isinstance(v, Tensor)}
+            self._compare({name: torch.as_tensor(v) for name, v in kwargs.items() if name in read and v is not None})
+            kwargs = self._deal(kwargs) if self.inside is None else self._with_labels(kwargs)
         if self.routed and kwargs["attention_mask"].dtype != torch.bool:
             kwargs[_DOCUMENTS] = kwargs.pop("attention_mask")  # whose numbers are no weights
         if not self.shifted:
@@ -99,6 +103,8 @@ class DealtTokens:
     def enter(self, base: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A hook of the model below the head, where routers are."""
         kwargs = named(base, args, kwargs)
+        if self.inside is not None:
+            kwargs = self._seen(base, kwargs)
         mask = kwargs.pop(_DOCUMENTS, kwargs.get("attention_mask"))
         if not self._dealt({**kwargs, "attention_mask": mask}):
             raise ValueError(
@@ -121,6 +127,11 @@ class DealtTokens:
 
     def deal(self, model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
         """This rank's tokens of ``batch``. ValueError for what the model would refuse, and for one that is dealt."""
+        if self.inside is not None:
+            raise ValueError(
+                f"the towers of {type(model).__name__} see whole sequences: call the model with them, as it deals what "
+                "they become"
+            )
         self._check(model, dict(batch))
         if self._dealt(batch):
             raise ValueError(
@@ -142,13 +153,11 @@ class DealtTokens:
                 "sequences"
             )
         order = self.order(length)
+        kwargs = self._with_labels(kwargs)
         segments = self._segments(kwargs.get("attention_mask"), places, tokens.shape)
         if places is None:
             places = self.positions(tokens, kwargs.get("attention_mask"))
-        if kwargs.get("labels") is not None and kwargs.get("shift_labels") is None and self.shifted:
-            # before the cut: the next token may be another rank's
-            kwargs["labels"] = F.pad(kwargs["labels"], (0, 1), value=IGNORED)[:, 1:]
-        for name in _SEQUENCES:
+        for name in _INPUTS:
             if kwargs.get(name) is not None:
                 kwargs[name] = order.cut(kwargs[name])
         kwargs["position_ids"] = order.cut(places, places.ndim - 1)
@@ -156,6 +165,31 @@ class DealtTokens:
         segments = tokens.new_empty(tokens.shape[0], 0, dtype=torch.int64) if segments is None else segments
         kwargs["attention_mask"] = segments[:, None, None]
         return kwargs
+
+    def _with_labels(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """With this rank's labels."""
+        found = {name: kwargs[name] for name in _LABELS if kwargs.get(name) is not None}
+        if self.shifted and found.keys() == {"labels"}:
+            # before the cut: the next token may be another rank's
+            found["labels"] = F.pad(found["labels"], (0, 1), value=IGNORED)[:, 1:]
+        return kwargs | {name: self.order(labels.shape[1]).cut(labels) for name, labels in found.items()}
+
+    def _seen(self, text: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """This rank's tokens of what a model of text is given after the towers, and of what they add in its layers."""
+        mask, added = kwargs.pop(_PLACES, None), kwargs.pop(_ADDED, None)
+        known = isinstance(kwargs.get("attention_mask"), Tensor | None)
+        others = [n for n, v in kwargs.items() if isinstance(v, Tensor) and v.ndim and n not in _KNOWN]
+        if others or not known:
+            raise ValueError(
+                f"context parallelism does not know how to cut {', '.join(others) or 'masks of several kinds'}, which "
+                f"{type(text).__name__} is given: parallelize its text model alone"
+            )
+        kwargs = self._deal(kwargs)
+        if mask is None or added is None:
+            return kwargs
+        order = self.order(mask.shape[1])
+        here, numbers = order.cut(mask), order.cut(mask.flatten().cumsum(0).view_as(mask) - 1)
+        return kwargs | {_PLACES: here, _ADDED: [rows[numbers[here]] for rows in added]}
 
     def _dealt(self, kwargs: Mapping[str, Any]) -> bool:
         """Whether ``deal`` made these arguments: no other mask has this shape."""
@@ -165,7 +199,7 @@ class DealtTokens:
         return mask.shape[3] in (0, _tokens_of(kwargs).shape[1] * self.comm.size)
 
     def _check(self, model: nn.Module, kwargs: dict[str, Any]) -> None:
-        config = getattr(model, "config", None)
+        config = getattr(model if self.inside is None else self.inside, "config", None)
         for name in ("output_attentions", "output_hidden_states"):
             if kwargs.get(name, getattr(config, name, False)):
                 raise ValueError(f"{name}=True with context parallelism: each rank has those of its tokens only")
@@ -183,7 +217,9 @@ class DealtTokens:
                 f"use_cache=True, {' or '.join(CACHES)} or logits_to_keep with context parallelism, which is for whole "
                 "sequences: generate on a model that was parallelized without it"
             )
-        if others := [n for n, v in kwargs.items() if isinstance(v, Tensor) and v.ndim and n not in _KNOWN]:
+        if self.inside is None and (
+            others := [n for n, v in kwargs.items() if isinstance(v, Tensor) and v.ndim and n not in _KNOWN]
+        ):
             raise ValueError(f"context parallelism does not know how to cut {', '.join(others)}: leave it out")
         mask, labels, dealt = kwargs.get("attention_mask"), kwargs.get("labels"), self._dealt(kwargs)
         if dealt and self.shifted and kwargs.get("num_items_in_batch") is not None:

@@ -43,6 +43,8 @@ solar_open stablelm starcoder2 ultrabert vaultgemma xlm-roberta xlm-roberta-xl x
 """
 FAMILIES = frozenset(_FAMILIES.split())
 """Model types whose loss and gradients were compared with the whole model's."""
+SEEING = frozenset(["llava", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+"""Those with towers, of which the model of text inside deals the tokens, images among them."""
 _ONE_DOCUMENT = """
 afmoe bert biogpt camembert data2vec-text electra ernie gpt_oss granitemoehybrid opt roberta roberta-prelayernorm
 roc_bert xlm-roberta xlm-roberta-xl
@@ -51,6 +53,12 @@ roc_bert xlm-roberta xlm-roberta-xl
 _HEADS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM")
 _STATES = ("Mamba", "SSM", "Rwkv", "RWKV", "DeltaNet", "LinearAttention", "Recurrent", "ShortConv")
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "router_jitter_noise")
+
+
+def _text(model: Any) -> Any:
+    """The model whose tokens are dealt: ``model``, or the one inside that is given what its towers see."""
+    inside = getattr(getattr(model, "model", None), "language_model", None)
+    return model if inside is None or model.config.model_type not in SEEING else inside
 
 
 def context_of(model: Any, ctx: ParallelContext, way: str | None) -> tuple[Comm, Callable[[int], Way]] | None:
@@ -66,14 +74,14 @@ def context_of(model: Any, ctx: ParallelContext, way: str | None) -> tuple[Comm,
             f"{type(model).__name__} ({model.config.model_type}) cannot have its tokens cut over cp={comm.size} ranks: "
             f"{why}"
         )
-    tp = ctx.comm("tp").size
-    if not _attentions(model):
+    tp, text = ctx.comm("tp").size, _text(model)
+    if not _attentions(text):
         return comm, lambda tokens: "gather"  # none of the ways: each rank has tokens that follow each other
     if checked == "ulysses":
-        check_heads(model.config.num_attention_heads // tp, comm.size)
+        check_heads(text.config.num_attention_heads // tp, comm.size)
     if checked is not None:
         return comm, lambda tokens: checked
-    sizes, ways = AttentionSizes.of(model, comm.size, tp), dict[int, Way]()
+    sizes, ways = AttentionSizes.of(text, comm.size, tp), dict[int, Way]()
 
     def chosen(tokens: int) -> Way:
         if tokens not in ways:
@@ -86,8 +94,10 @@ def context_of(model: Any, ctx: ParallelContext, way: str | None) -> tuple[Comm,
 
 
 def _reason(model: Any) -> str | None:
-    config = model.config
-    dropout = {name: getattr(config, name, 0) or 0 for name in _DROPOUTS}
+    text = _text(model)
+    config, sees, kind = text.config, text is not model, model.config.model_type
+    towers = [getattr(model.config, name) for name in model.config.sub_configs] if sees else [config]
+    dropout = {name: max(getattr(part, name, 0) or 0 for part in towers) for name in _DROPOUTS}
     dropped = next((f"{name}={value}" for name, value in dropout.items() if value), None)
     known = any(map(passes_state, model.modules()))
     named = (type(m).__name__ for m in model.modules() if any(s in type(m).__name__ for s in _STATES))
@@ -95,12 +105,13 @@ def _reason(model: Any) -> str | None:
     rope = re.search("'rope_type': '(dynamic|longrope)'", str(getattr(config, "rope_parameters", None)))
     biased = any("relative_attention_bias" in name for name, _ in model.named_modules())
     weights = convolutions(model)
-    seen = {name: m for name, m in model.named_modules() if name != "mlm_loss_fct" and m not in weights}
+    parts = {*text.modules(), model, model.get_output_embeddings()} - weights
+    seen = {name: m for name, m in model.named_modules() if name != "mlm_loss_fct" and m in parts}
     foreign = next((name for name, m in seen.items() if not is_known(m)), "")
     scored, compared = type(model).__name__.endswith(_HEADS), ", ".join(sorted(FAMILIES))
     reasons = {
-        "it puts what a tower sees, images for instance, among the tokens: its text model alone can": "text_config"
-        in config.sub_configs,
+        "it puts what a tower sees, images for instance, among the tokens, and only "
+        f"{', '.join(sorted(SEEING))} were compared so: its text model alone can": "text_config" in config.sub_configs,
         "it is an encoder with a decoder, whose cross attention sees another sequence": config.is_encoder_decoder,
         f"its {state} passes a state from token to token by functions of its own": state,
         "its attention adds a learned bias for each distance": biased,
@@ -109,9 +120,10 @@ def _reason(model: Any) -> str | None:
         f"{dropped}: ranks would draw other numbers than one process; set it to 0": dropped,
         f"rotary positions of type {rope and rope[1]} depend on the longest sequence of a batch": rope,
         f"it is none of {', '.join(_HEADS)}, whose loss is of each token: "
-        "a config.json says which in architectures": not scored,
+        "a config.json says which in architectures": not (scored or sees),
         "its attention is not causal by its configuration": getattr(config, "is_causal", True) is False,
-        f"its family was not compared with the whole model; compared are {compared}": config.model_type not in FAMILIES,
+        f"its family was not compared with the whole model; compared are {compared}": config.model_type
+        not in FAMILIES | ({f"{kind}_text"} if sees else set()),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 
@@ -158,16 +170,22 @@ def _cut(model: Any, comm: Comm, way: Callable[[int], Way]) -> None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     shifted = not type(model).__name__.endswith("ForMaskedLM")
-    attentions, states = _attentions(model), [m for m in model.modules() if passes_state(m)]
+    text = _text(model)
+    attentions, states = _attentions(text), [m for m in model.modules() if passes_state(m)]
     causal = all(getattr(m, "is_causal", True) for m in attentions)
     routed = hasattr(model.config, "output_router_logits")
-    packed = causal and model.config.model_type not in _ONE_DOCUMENT.split()
-    context = DealtTokens(comm, way, shifted, causal, packed, _positions(model), routed)
+    packed = causal and text.config.model_type not in _ONE_DOCUMENT.split()
+    context = DealtTokens(comm, way, shifted, causal, packed, _positions(text), routed)
     if states:
         check_states(states, comm)
         context.masks = partial(states_masks, attends=bool(attentions))
     context.grids = any(hasattr(m, "mrope_section") for m in model.modules())
-    base = getattr(model.base_model, "decoder", model.base_model)  # which OPT's head calls
+    base = getattr(text.base_model, "decoder", text.base_model)  # which OPT's head calls
+    whole = set[nn.Module]()
+    if text is not model:
+        context.inside = text
+        whole = {*model.modules()} - {*text.modules(), model, model.model, model.get_output_embeddings()}
+        whole.add(text.get_input_embeddings())
     base.register_forward_pre_hook(context.enter, with_kwargs=True, prepend=True)
     if routed:
         base.register_forward_hook(context.leave)
@@ -175,11 +193,11 @@ def _cut(model: Any, comm: Comm, way: Callable[[int], Way]) -> None:
     around = [module for module in base.modules() if any(inner in dealt for inner in module.modules())]
     layers = [m for m in around if isinstance(m, nn.ModuleList | PipelinedLayers)]
     outside = {*base.modules()} - {*around, *(inner for blocks in layers for inner in blocks.modules())}
-    for module in outside:
+    for module in outside - whole:
         # ESM scales tokens by the share of their row that is masked
         see_whole(module, context, always=model.config.model_type == "esm" and module is base.embeddings)
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attention)
-    model.set_attn_implementation(ATTENTION)
+    text.set_attn_implementation(ATTENTION)
     for module in dealt:
         object.__setattr__(module, _CONTEXT, context)
     for name, layer in model.named_modules():
@@ -188,7 +206,7 @@ def _cut(model: Any, comm: Comm, way: Callable[[int], Way]) -> None:
     if shifted:
         model.loss_function = SequenceLoss(model.loss_function, context)
     deal_inside(model, context)
-    context.watched = {name: classes(m) for name, m in model.named_modules() if m not in outside}
+    context.watched = {name: classes(m) for name, m in model.named_modules() if m not in outside | whole}
     context.check_unseen(model)
     guard(model)
 
@@ -222,12 +240,13 @@ def _context(model: nn.Module) -> DealtTokens | None:
 def context_costs(model: Any, tokens: int) -> str | None:
     """What the attention to sequences of ``tokens`` without padding costs a rank, in words; None where there is none,
     or no tokens are dealt."""
-    context, attentions = _context(model), _attentions(model)
+    context, text = _context(model), _text(model)
+    attentions = _attentions(text)
     if context is None or not attentions:
         return None
-    sizes = AttentionSizes.of(model, context.comm.size, current().comm("tp").size)
+    sizes = AttentionSizes.of(text, context.comm.size, current().comm("tp").size)
     layers = [m for m in attentions if not any(child in attentions for child in m.children())]
-    masked = context.causal is False or bool(getattr(model.config, "sliding_window", None))
+    masked = context.causal is False or bool(getattr(text.config, "sliding_window", None))
     head = model.get_output_embeddings()
     outputs = 0 if head is None else head.weight.shape[0]
     logits = outputs * (tokens // context.comm.size) * sizes.itemsize

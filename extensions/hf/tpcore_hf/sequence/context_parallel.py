@@ -43,7 +43,7 @@ solar_open stablelm starcoder2 ultrabert vaultgemma xlm-roberta xlm-roberta-xl x
 """
 FAMILIES = frozenset(_FAMILIES.split())
 """Model types whose loss and gradients were compared with the whole model's."""
-SEEING = frozenset(["llava", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+SEEING = frozenset(["llava", "qwen2_5_vl", "qwen3_vl"])
 """Those with towers, of which the model of text inside deals the tokens, images among them."""
 _ONE_DOCUMENT = """
 afmoe bert biogpt camembert data2vec-text electra ernie gpt_oss granitemoehybrid opt roberta roberta-prelayernorm

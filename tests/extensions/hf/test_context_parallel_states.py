@@ -115,7 +115,8 @@ def test_images_among_the_tokens(family: str, mesh: dict[str, int], way: str, mo
         config.vision_config.deepstack_visual_indexes = [0, 1]
         return any_model.class_for(family)(config)
 
-    batch = any_model.batch_for(make())
+    batch = any_model.batch_for(any_model.made(any_model.class_for(family), any_model.tiny(family)))
+    assert "pixel_values" in batch
     more = -batch["input_ids"].shape[1] % 8
     batch = {
         name: F.pad(t, (0, more), value=5) if t.shape == batch["input_ids"].shape else t for name, t in batch.items()

@@ -18,14 +18,12 @@ from tpcore.runtime.context import current
 from tpcore.runtime.digests import WHOLE_BATCH, are_read, compare_ranks
 
 from .. import private
-from ..plan.inputs import CACHES, OURS, is_refilled, is_watched, named, takes
+from ..plan.inputs import CACHES, is_refilled, is_watched, named, takes
 from ..shard.logits import Logits
+from .loss import DOCUMENTS, IGNORED, SequenceLoss, counted, total
 
-IGNORED = -100
-"""The label of tokens that no loss counts: transformers' own."""
 ATTENTION = "tpcore_context_parallel"
 """The name by which transformers knows attention over the tokens of all ranks."""
-_DOCUMENTS = "tpcore_documents"
 _INPUTS, _LABELS = ("input_ids", "inputs_embeds", "token_type_ids", "lang_ids"), ("labels", "shift_labels")
 _PLACES, _ADDED = "visual_pos_masks", "deepstack_visual_embeds"
 _KNOWN = (*_INPUTS, *_LABELS, "position_ids", "attention_mask", "num_items_in_batch")
@@ -75,7 +73,7 @@ class DealtTokens:
             self._compare({name: torch.as_tensor(v) for name, v in kwargs.items() if name in read and v is not None})
             kwargs = self._deal(kwargs) if self.inside is None else self._with_labels(kwargs)
         if self.routed and kwargs["attention_mask"].dtype != torch.bool:
-            kwargs[_DOCUMENTS] = kwargs.pop("attention_mask")  # whose numbers are no weights
+            kwargs[DOCUMENTS] = kwargs.pop("attention_mask")  # whose numbers are no weights
         if not self.shifted:
             kwargs.pop("num_items_in_batch", None)
         return kwargs
@@ -105,7 +103,7 @@ class DealtTokens:
         kwargs = named(base, args, kwargs)
         if self.inside is not None:
             kwargs = self._seen(base, kwargs)
-        mask = kwargs.pop(_DOCUMENTS, kwargs.get("attention_mask"))
+        mask = kwargs.pop(DOCUMENTS, kwargs.get("attention_mask"))
         if not self._dealt({**kwargs, "attention_mask": mask}):
             raise ValueError(
                 f"{type(base).__name__} has one rank's tokens with context parallelism, which the model around it "
@@ -256,7 +254,7 @@ class DealtTokens:
         if not self.shifted and labels is not None:
             count = (labels != IGNORED).sum()
             part = torch.where(count > 0, output["loss"], 0.0) * count
-            output["loss"] = _total(part, self.comm) / self.count(labels)
+            output["loss"] = total(part, self.comm) / counted(labels, self.comm)
         logits = output["logits"]
         order = self.order(logits.shape[1] * self.comm.size)
         if training and not ops.transformed():
@@ -266,10 +264,6 @@ class DealtTokens:
         else:
             output["logits"] = order.whole(logits)
         return output
-
-    def count(self, labels: Tensor) -> Tensor:
-        """The number of labels that count, of all ranks."""
-        return self.comm.all_reduce((labels != IGNORED).sum().reshape(1)).squeeze(0)
 
 
 def _tokens_of(kwargs: Mapping[str, Any]) -> Tensor:
@@ -281,54 +275,3 @@ def _tokens_of(kwargs: Mapping[str, Any]) -> Tensor:
             f"context parallelism deals input_ids [batch, tokens] or inputs_embeds [batch, tokens, size], not {shown}"
         )
     return tokens
-
-
-def _total(part: Tensor, comm: Comm) -> Tensor:
-    """The sum over ranks, on each, as a loss: backward sums the gradients of all ranks' losses."""
-    # sum: no view, which a Trainer could not change in place
-    return ops.copy(ops.reduce(part.reshape(1), comm), comm).sum()
-
-
-class SequenceLoss:
-    """``model.loss_function`` of the whole batch, of labels that are shifted and cut already."""
-
-    def __init__(self, inner: Callable[..., Tensor], context: DealtTokens) -> None:
-        self._inner, self._context = inner, context
-        # of which it is known that it counts: others are tried once
-        self._sums = private.of_transformers(inner) or str(getattr(inner, "__module__", "")).startswith(OURS)
-
-    def __call__(
-        self,
-        logits: Tensor,
-        labels: Any = None,
-        vocab_size: int | None = None,
-        num_items_in_batch: Any = None,
-        **options: Any,
-    ) -> Tensor:
-        labels = labels if options.get("shift_labels") is None else options["shift_labels"]
-        if labels is not None and isinstance(logits, Logits) and logits.shape[:-1] != labels.shape:
-            logits = logits.part  # all ranks' tokens, beside this rank's labels
-        options.pop(_DOCUMENTS, None)
-        if labels is None:
-            raise ValueError("a loss needs labels, or shift_labels")
-        count = self._context.count(labels) if num_items_in_batch is None else num_items_in_batch
-        options |= {"vocab_size": vocab_size, "shift_labels": labels}
-        part = self._inner(logits, labels=labels, num_items_in_batch=count, **options)
-        if not (self._sums or part.is_meta or torch.compiler.is_compiling()):
-            other = {"labels": torch.full_like(labels, IGNORED), "num_items_in_batch": 2 * count}
-            with torch.no_grad():
-                self._check_sums(part, 2 * self._inner(logits, **other, **options))
-        return _total(part, self._context.comm)
-
-    def _check_sums(self, part: Tensor, again: Tensor) -> None:
-        """Once there is a loss: ValueError on all ranks unless other labels, and twice the count, gave half of it."""
-        differs = ~torch.isclose(part, again, rtol=1e-2, equal_nan=True)  # rtol: of half precision
-        flags = torch.stack([differs, part.nan_to_num() != 0]).to(torch.int64).view(2)
-        refused, self._sums = (bool(flag) for flag in self._context.comm.all_reduce(flags, "max").tolist())
-        if refused:
-            name = getattr(self._inner, "__name__", type(self._inner).__name__)
-            raise ValueError(
-                f"loss_function {name} with context parallelism: each of {self._context.comm.size} cp ranks scores its "
-                "own tokens and the parts are added, so it must score shift_labels (not labels, which it would shift) "
-                "and divide their sum by num_items_in_batch"
-            )

@@ -22,7 +22,8 @@ from tpcore.train.pipeline import PipelinedLayers
 from ..experts.layers import ShardedExperts
 from ..plan.inputs import classes, is_known, is_own
 from ..shard.refusals import guard
-from .batch import ATTENTION, DealtTokens, SequenceLoss
+from .batch import ATTENTION, DealtTokens
+from .loss import SequenceLoss
 from .rows import DealtRows, deal_inside, see_whole
 from .sizes import AttentionSizes, mib
 from .states import check_states, convolutions, pass_states, passes_state, states_masks
@@ -204,7 +205,7 @@ def _cut(model: Any, comm: Comm, way: Callable[[int], Way]) -> None:
         if isinstance(layer, ShardedExperts):
             layer.sequences = DealtRows(context, layer, model.get_submodule(name.rpartition(".")[0]))
     if shifted:
-        model.loss_function = SequenceLoss(model.loss_function, context)
+        model.loss_function = SequenceLoss(model.loss_function, comm)
     deal_inside(model, context)
     context.watched = {name: classes(m) for name, m in model.named_modules() if m not in outside | whole}
     context.check_unseen(model)

@@ -182,11 +182,7 @@ def _cut(model: Any, comm: Comm, way: Callable[[int], Way]) -> None:
         context.masks = partial(states_masks, attends=bool(attentions))
     context.grids = any(hasattr(m, "mrope_section") for m in model.modules())
     base = getattr(text.base_model, "decoder", text.base_model)  # which OPT's head calls
-    whole = set[nn.Module]()
-    if text is not model:
-        context.inside = text
-        whole = {*model.modules()} - {*text.modules(), model, model.model, model.get_output_embeddings()}
-        whole.add(text.get_input_embeddings())
+    context.inside, whole = (None, set()) if text is model else (text, _seeing(model))
     base.register_forward_pre_hook(context.enter, with_kwargs=True, prepend=True)
     if routed:
         base.register_forward_hook(context.leave)
@@ -210,6 +206,13 @@ def _cut(model: Any, comm: Comm, way: Callable[[int], Way]) -> None:
     context.watched = {name: classes(m) for name, m in model.named_modules() if m not in outside | whole}
     context.check_unseen(model)
     guard(model)
+
+
+def _seeing(model: Any) -> set[nn.Module]:
+    """What has whole sequences in a ``model`` with towers."""
+    text = _text(model)
+    rest = {*model.modules()} - {*text.modules(), model, model.model, model.get_output_embeddings()}
+    return rest | {text.get_input_embeddings()}
 
 
 def _positions(model: Any) -> Callable[[Tensor, Tensor | None], Tensor]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,16 +15,21 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.distributed.checkpoint as checkpoint
+import torch.nn.functional as functional_nn
 from helpers.rank_pool import RankPool
 from helpers.stand_in import FREE, UNDER, counted, ranks_on_the_stand_in  # noqa: F401  the fixture
 from helpers.tiers import tiers
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import tpcore
 from tpcore import Mesh, ParallelContext
 from tpcore.comm.comm import Comm
+from tpcore.layers import move_model_to_device
 from tpcore.settings import changed
 from tpcore.testing.kit import collectives
 from tpcore_neuron import NativeBackend
@@ -232,6 +239,14 @@ def of_torch(ctx: ParallelContext, folder: str) -> dict[str, int]:
         [dist.reduce_scatter_single(t, row) for t, row in zip(parts, rows, strict=True)]
     work.wait()
     assert [t.tolist() for t in parts] == [(size * t).tolist() for t in (part, every)]
+    assert functional.broadcast(part, 1, dist.group.WORLD).tolist() == [float(size)] * 2
+    sums = functional.all_reduce_coalesced([part, every], "sum", dist.group.WORLD)
+    assert [t[-1].item() for t in sums] == [size * sum(range(size)), size * (size - 1)]
+    file = io.BytesIO()
+    torch.save({"w": every}, file)
+    file.seek(0)
+    whole = torch.load(file, map_location=device)["w"]
+    assert (whole.device, whole.tolist()) == (device, every.tolist())
     saved, read = ({"w": torch.arange(4.0, device=device) * k, "n": 3 * k} for k in (1, 0))
     checkpoint.save(saved, checkpoint_id=folder)
     checkpoint.load(read, checkpoint_id=folder)
@@ -241,6 +256,38 @@ def of_torch(ctx: ParallelContext, folder: str) -> dict[str, int]:
 
 def test_functions_of_torch_distributed_take_the_device(ranks: RankPool, tmp_path: Path) -> None:
     assert ranks.run(Mesh({"dp": 1, "tp": 3}), of_torch, str(tmp_path / "checkpoint"), **UNDER) == [{}] * 3
+
+
+def parted(ctx: ParallelContext) -> tuple[str, bool, bool, str]:
+    """What lists of unequal parts end in; whether DTensor and FSDP2 are right; autocast's type of a convolution."""
+    mine, device = ctx.rank + 1, ctx.device
+    received = [torch.empty(source + 1, device=device) for source in range(2)]
+    try:
+        dist.all_to_all(received, [torch.full((mine,), 10.0 * ctx.rank + to, device=device) for to in range(2)])
+        ended = str([x.tolist() for x in received])
+    except NotImplementedError as e:
+        ended = str(e)
+    mesh, whole = init_device_mesh("neuron", (2,)), torch.arange(8.0).view(4, 2)
+    rows = distribute_tensor(whole.to(device), mesh, [Shard(0)])
+    moved = LIMITS.get() or torch.equal(rows.redistribute(mesh, [Shard(1)]).full_tensor().cpu(), whole)
+    torch.manual_seed(0)
+    plain = torch.nn.Linear(2, 2)
+    cut: Any = fully_shard(move_model_to_device(copy.deepcopy(plain), device), mesh=mesh)
+    plain(whole).sum().backward()
+    cut(whole[2 * ctx.rank :][:2].to(device)).sum().backward()
+    with torch.autocast("neuron", dtype=torch.bfloat16):
+        kind = functional_nn.conv1d(torch.ones(1, 2, 4, device=device), torch.ones(2, 2, 1, device=device)).dtype
+    return ended, bool(moved), torch.allclose(2 * cut.weight.grad.full_tensor().cpu(), plain.weight.grad), str(kind)
+
+
+def test_lists_of_unequal_parts_are_refused_and_other_libraries_of_torch_are_right(ranks: RankPool) -> None:
+    mesh, right = Mesh({"dp": 1, "tp": 2}), (True, True, "torch.bfloat16")
+    for rank, (ended, *others) in enumerate(ranks.run(mesh, parted, **UNDER)):
+        assert "limit unequal_parts) refuses all-to-all of parts of unequal sizes: sizes [1, 2, " in ended
+        assert tuple(others) == right, rank
+    for rank, (ended, *others) in enumerate(ranks.run(mesh, parted, **FREE)):
+        assert ended == str([[float(rank)], [10.0 + rank] * 2])
+        assert tuple(others) == right
 
 
 def reduce_scattered(x: Tensor, whole: Callable[[Tensor], Any]) -> Tensor:

@@ -41,7 +41,9 @@ def made(name: str, layers: int = 0) -> Any:
     if name in states.SIZES:
         model = families.made(families.class_of(name), families.config_of(name, **states.SIZES[name])).float()
     else:
-        model = getattr(hf, name)(**({"num_hidden_layers": layers} if layers else {})).float()
+        sizes = {"num_hidden_layers": layers} if layers else {}
+        kernel = {"experts_implementation": None} if name == "mixtral" else {}  # transformers' default
+        model = getattr(hf, name)(**sizes, **kernel).float()
     model.config.use_cache = False
     return model
 

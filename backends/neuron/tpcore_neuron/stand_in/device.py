@@ -91,6 +91,21 @@ def _compiles() -> bool:
     return compiled_now() is not None
 
 
+class _Restored(torch.UntypedStorage):
+    """Memory of which torch.load makes tensors on the device."""
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device(NAME)
+
+
+def _restored(storage: Any, location: str) -> Any:
+    if location.partition(":")[0] == NAME and _device._own(torch.device(location)):
+        storage.__class__ = _Restored
+        return storage
+    return None  # others of torch's look
+
+
 def raw(x: Any) -> Any:
     """The memory of a tensor on the device; anything else as it is."""
     return x.raw if isinstance(x, DeviceTensor) else x
@@ -129,7 +144,7 @@ class StandInDevice(AskedModule):
         self.limits = Refusals(())
         self.ready = False
         self.functional: Callable[..., Tensor] = _not_registered
-        """Runs an operator of ``_c10d_functional`` on memory."""
+        """Runs an operator that is a collective on memory."""
         self.operators: Counter[str] = Counter()
         self.programs: Counter[ProgramInfo] = Counter()
         """How often each compiled graph has run."""
@@ -164,8 +179,12 @@ class StandInDevice(AskedModule):
 
     def on_memory(self, operator: Any, args: Any, kwargs: Any, *, narrow: bool = True) -> Any:
         """Run ``operator`` on the memory of tensors, and round what it has written to the width of the hardware."""
-        if operator.namespace == "_c10d_functional" and not _compiles():
+        if operator.namespace in ("_c10d_functional", "_dtensor") and not _compiles():
             return self.functional(operator, *args)
+        if (
+            operator.overloadpacket is _ATEN.histc and not args[0].is_floating_point()
+        ):  # the CPU has none of whole numbers
+            return operator(args[0].double(), *args[1:], **kwargs).to(args[0].dtype)
         out = operator(*args, **kwargs)
         if narrow and self.limits.narrow and not _compiles():
             self._narrow(operator, args, kwargs, out)
@@ -225,9 +244,11 @@ def install() -> StandInDevice:
         for packet in (_ATEN._to_copy, _ATEN._local_scalar_dense):  # torch.tensor(device=) finds no fallback
             copies.impl(packet.__name__, _named(packet.default))
         host.impl("pin_memory", lambda x, device=None: x)  # as loaders do
+        torch.serialization.register_package(0, lambda storage: None, _restored)
         autocast.fallback(torch.library.fallthrough_kernel)
         lowered = torch.library.Library("aten", "IMPL", "AutocastPrivateUse1")
-        for name in ("linear", "mm", "addmm", "bmm", "baddbmm", "matmul", "scaled_dot_product_attention"):
+        products = "linear", "mm", "addmm", "bmm", "baddbmm", "matmul", "scaled_dot_product_attention", "convolution"
+        for name in products:
             lowered.impl(name, _lowered(getattr(_ATEN, name).default))
         _libraries.append(lowered)
     return _device

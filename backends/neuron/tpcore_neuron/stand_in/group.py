@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
+from tpcore.c10d.transport import joined, members_chunks
+
 from . import compiler
 from .device import NAME, DeviceTensor, StandInDevice, install, raw
 from .limits import Refusals
@@ -120,12 +122,14 @@ class LimitedGroup(_Base):  # type: ignore[misc]  # its stubs do not say what to
         return self._call("alltoall_base", out, x, received or [], sent or [], opts or c10d.AllToAllOptions())
 
     def alltoall(self, outs: Any, xs: Any, opts: Any = None) -> Any:
-        self._device.limits.exchange(dist.get_process_group_ranks(self), [])
+        received, sent = ([x.numel() for x in parts] for parts in (outs, xs))
+        sizes = [*received, *sent]
+        self._device.limits.exchange(dist.get_process_group_ranks(self), sizes if len({*sizes}) > 1 else [])
         # gloo has the flat one only
         whole = torch.cat([raw(x).reshape(-1) for x in xs])
-        rows = torch.empty_like(whole)
-        self._call("alltoall_base", DeviceTensor(rows), DeviceTensor(whole), [], [], c10d.AllToAllOptions()).wait()
-        for out, row in zip(outs, rows.chunk(self.size()), strict=True):
+        flat = DeviceTensor(whole.new_empty(sum(received))), DeviceTensor(whole)
+        self._call("alltoall_base", *flat, received, sent, c10d.AllToAllOptions()).wait()
+        for out, row in zip(outs, raw(flat[0]).split(received), strict=True):
             raw(out).copy_(row.view(out.shape))
         return self._gloo.barrier()
 
@@ -157,26 +161,42 @@ class LimitedGroup(_Base):  # type: ignore[misc]  # its stubs do not say what to
         return self._call("recv", tensors, *args)
 
 
-def functional(operator: Any, x: Tensor, *args: Any) -> Tensor:
-    """An operator of ``_c10d_functional`` on memory. It has ended on return, so that waiting does nothing."""
-    kind = operator.overloadpacket.__name__
+def functional(operator: Any, x: Any, *args: Any) -> Any:
+    """A functional collective, or DTensor's exchange, on memory. It has ended on return: waiting does nothing."""
     if not args:
         return x  # a wait, or a wrapper of torch's
+    if isinstance(x, list):  # coalesced
+        return [functional(operator, one, *args) for one in x]
+    name = operator.overloadpacket.__name__
+    out = _collective(name.rstrip("_").removesuffix("_coalesced"), x.contiguous(), *args)
+    return x.copy_(out) if name.endswith("_") else out
+
+
+def _collective(kind: str, x: Tensor, *args: Any) -> Tensor:
     *how, name = args
-    pg, x = group_named(name), x.contiguous()
+    pg = group_named(name)
     rows = {"all_gather_into_tensor": len(x) * pg.size(), "reduce_scatter_tensor": len(x) // pg.size()}
-    out = x.clone() if kind == "all_reduce" else x.new_empty((rows.get(kind, len(x)), *x.shape[1:]))
+    out = x.clone() if kind in ("all_reduce", "broadcast") else x.new_empty((rows.get(kind, len(x)), *x.shape[1:]))
     there, sent = DeviceTensor(out), DeviceTensor(x)
     if kind == "all_gather_into_tensor":
         pg._allgather_base(there, sent).wait()
     elif kind == "all_to_all_single":
         pg.alltoall_base(there, sent, *how).wait()
+    elif kind == "shard_dim_alltoall":
+        sent = members_chunks(x, how[1], pg.size())
+        out = torch.empty_like(sent)
+        pg.alltoall_base(DeviceTensor(out), DeviceTensor(sent), [], []).wait()
+        return joined(out, how[0])
     elif kind == "all_reduce":
         dist.all_reduce(there, getattr(dist.ReduceOp, how[0].upper()), pg)
-    else:
+    elif kind == "broadcast":
+        dist.broadcast(there, group=pg, group_src=how[0])
+    elif kind == "reduce_scatter_tensor":
         over = c10d.ReduceScatterOptions()
         over.reduceOp = getattr(dist.ReduceOp, how[0].upper())
         pg._reduce_scatter_base(there, sent, over).wait()
+    else:
+        raise NotImplementedError(f"{NAME} (stand-in) has no functional {kind}: take tpcore's Comm")
     return out
 
 

@@ -62,7 +62,7 @@ REMEDIES = {
     "send_recv": "take tpcore's Comm.permute or PipelineModel",
     "empty": "leave the call out on all ranks",
     "barrier": "let all ranks meet, or sum a number over the group",
-    "other_device": "move them by .to(tpcore.current().device)",
+    "other_device": "move them by .to(tpcore.current().device), and compile with backend='neuron'",
     "early_device": "call tpcore.init before",
     "other_index": "leave the index out, or take tpcore.current().device",
     "dynamic": "compile with dynamic=False, and pad to one shape",

@@ -29,8 +29,11 @@ class AskedModule(DeviceModule):
 
     empty_cache = reset_peak_memory_stats = synchronize
 
-    def current_stream(self, device: Any = None) -> AskedModule:
+    def current_stream(self, *_: Any, **__: Any) -> AskedModule:
         return self  # which a stream's user synchronizes
+
+    Stream = Event = current_stream
+    record_event = wait_event = wait_stream = record = wait = synchronize
 
     def stream(self, stream: Any) -> nullcontext[None]:
         return nullcontext()

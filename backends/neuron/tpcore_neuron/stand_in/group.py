@@ -175,29 +175,30 @@ def functional(operator: Any, x: Any, *args: Any) -> Any:
 def _collective(kind: str, x: Tensor, *args: Any) -> Tensor:
     *how, name = args
     pg = group_named(name)
-    rows = {"all_gather_into_tensor": len(x) * pg.size(), "reduce_scatter_tensor": len(x) // pg.size()}
-    out = x.clone() if kind in ("all_reduce", "broadcast") else x.new_empty((rows.get(kind, len(x)), *x.shape[1:]))
-    there, sent = DeviceTensor(out), DeviceTensor(x)
-    if kind == "all_gather_into_tensor":
-        pg._allgather_base(there, sent).wait()
+    if kind in ("all_reduce", "broadcast"):
+        out = DeviceTensor(x.clone())
+        if kind == "broadcast":
+            dist.broadcast(out, group=pg, group_src=how[0])
+        else:
+            dist.all_reduce(out, getattr(dist.ReduceOp, how[0].upper()), pg)
+    elif kind == "all_gather_into_tensor":
+        out = DeviceTensor(x.new_empty((len(x) * pg.size(), *x.shape[1:])))
+        pg._allgather_base(out, DeviceTensor(x)).wait()
     elif kind == "all_to_all_single":
-        pg.alltoall_base(there, sent, *how).wait()
+        out = DeviceTensor(x.new_empty((sum(how[0]) if how[0] else len(x), *x.shape[1:])))
+        pg.alltoall_base(out, DeviceTensor(x), *how).wait()
     elif kind == "shard_dim_alltoall":
         sent = members_chunks(x, how[1], pg.size())
-        out = torch.empty_like(sent)
-        pg.alltoall_base(DeviceTensor(out), DeviceTensor(sent), [], []).wait()
-        return joined(out, how[0])
-    elif kind == "all_reduce":
-        dist.all_reduce(there, getattr(dist.ReduceOp, how[0].upper()), pg)
-    elif kind == "broadcast":
-        dist.broadcast(there, group=pg, group_src=how[0])
+        out = DeviceTensor(torch.empty_like(sent))
+        pg.alltoall_base(out, DeviceTensor(sent), [], []).wait()
+        return joined(out.raw, how[0])
     elif kind == "reduce_scatter_tensor":
-        over = c10d.ReduceScatterOptions()
+        out, over = DeviceTensor(x.new_empty((len(x) // pg.size(), *x.shape[1:]))), c10d.ReduceScatterOptions()
         over.reduceOp = getattr(dist.ReduceOp, how[0].upper())
-        pg._reduce_scatter_base(there, sent, over).wait()
+        pg._reduce_scatter_base(out, DeviceTensor(x), over).wait()
     else:
         raise NotImplementedError(f"{NAME} (stand-in) has no functional {kind}: take tpcore's Comm")
-    return out
+    return out.raw
 
 
 def _listed(tensors: Any) -> Any:

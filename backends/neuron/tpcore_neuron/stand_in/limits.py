@@ -57,7 +57,7 @@ TABLE = (
 )
 _COMM = "or take tpcore's Comm, which gathers instead"
 REMEDIES = {
-    "unequal_parts": f"pad the parts, {_COMM}",
+    "unequal_parts": f"pad the parts, and name no sizes, {_COMM}",
     **dict.fromkeys(("group_sizes", "first_rank", "spread_groups"), f"gather and take your part, {_COMM}"),
     "send_recv": "take tpcore's Comm.permute or PipelineModel",
     "empty": "leave the call out on all ranks",

@@ -25,6 +25,7 @@ XLA_LINE = "2.9"
 INSTALL = (
     "Trn1 and Inf2 need torch 2.9, torch-xla 2.9 and torch-neuronx 2.9:\n"
     "    pip install 'tpcore[neuron]' --extra-index-url https://pip.repos.neuron.amazonaws.com\n"
+    "Trn2 and Trn3 need torch 2.14 and the torch-neuronx of that number: tpcore[neuron-native]\n"
 )
 _DEVICES, _FABRIC = "/dev", "/sys/class/infiniband"
 _TRN1_RULE = "collectives there take 1, 2, 8, 16 or a multiple of 32 NeuronCores"

@@ -51,7 +51,7 @@ def machine(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("versions", "devices", "said"),
     [
-        ({"torch": "2.13.0"}, 0, "torch_xla is not installed"),
+        ({"torch": "2.13.0"}, 0, "tpcore[neuron-native]"),
         (GOOD | {"torch": "2.8.0"}, 1, "torch 2.8.0 cannot be used: this environment has torch 2.8.0,"),
         (GOOD | {"torch-neuronx": "1.0"}, 1, "torch-neuronx 1.0 cannot be used"),
         ({"torch": "2.9.1", "torch-xla": "2.9.0"}, 1, "torch_neuronx is not installed"),

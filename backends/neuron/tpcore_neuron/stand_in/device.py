@@ -179,7 +179,7 @@ class StandInDevice(AskedModule):
 
     def on_memory(self, operator: Any, args: Any, kwargs: Any, *, narrow: bool = True) -> Any:
         """Run ``operator`` on the memory of tensors, and round what it has written to the width of the hardware."""
-        if operator.namespace in ("_c10d_functional", "_dtensor") and not _compiles():
+        if operator.namespace.strip("_") in ("c10d_functional", "dtensor") and not _compiles():
             return self.functional(operator, *args)
         if operator.overloadpacket is _ATEN.histc and args[0].dtype is torch.int32:  # which the CPU does not count
             return operator(args[0].double(), *args[1:], **kwargs).to(args[0].dtype)

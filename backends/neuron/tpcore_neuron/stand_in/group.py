@@ -168,7 +168,7 @@ def functional(operator: Any, x: Any, *args: Any) -> Any:
     if isinstance(x, list):  # coalesced
         return [functional(operator, one, *args) for one in x]
     name = operator.overloadpacket.__name__
-    out = _collective(name.rstrip("_").removesuffix("_coalesced"), x.contiguous(), *args)
+    out = _collective(name.rstrip("_").removesuffix("coalesced").rstrip("_"), x.contiguous(), *args)
     return x.copy_(out) if name.endswith("_") else out
 
 

@@ -67,7 +67,9 @@ test: venv  ## every law and error once, and the style: 10 to 12 minutes on 2 co
 
 test-all:  ## what make test leaves out: full products, mutants, hosts, XLA replicas, the core alone, the oldest and newest of other libraries, types, pages
 	@$(MAKE) --no-print-directory --jobs=2 test-slow beside
-	@$(MAKE) --no-print-directory test-core test-oldest test-newest
+	@# ranks as threads show what the core imports: those of processes take most of the time
+	@$(MAKE) --no-print-directory test-core CORE_MARKS="not processes"
+	@$(MAKE) --no-print-directory test-oldest test-newest
 	@$(MAKE) --no-print-directory test-xla
 
 test-slow: venv
@@ -119,8 +121,8 @@ test-core: $(CORE_DONE)  ## the core's quick tests in a tree without extensions/
 	    $(CORE_TREE)/pyproject.toml
 	$(CORE_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation \
 	    --editable $(CORE_TREE)
-	cd $(CORE_TREE) || exit 2; $(call tests,$(CURDIR)/$(CORE_VENV)/bin/python,$(PYTEST_ARGS) -m "not slow and not drill" \
-	    tests/core tests/backends)
+	cd $(CORE_TREE) || exit 2; $(call tests,$(CURDIR)/$(CORE_VENV)/bin/python,$(PYTEST_ARGS) \
+	    -m "not slow and not drill $(if $(CORE_MARKS),and $(CORE_MARKS))" tests/core tests/backends)
 
 $(CORE_DONE): $(LOCK)
 	$(PYTHON) -m venv --clear $(CORE_VENV)

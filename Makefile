@@ -131,7 +131,7 @@ $(CORE_DONE): $(LOCK)
 	    pytest pytest-xdist pytest-timeout hypothesis hatchling
 	@touch $@
 
-test-newest: $(NEWEST_PROJECT)  ## quick tests with the newest transformers, peft, trl, fastapi ... of lock-newest.txt
+test-newest: $(NEWEST_PROJECT)  ## quick tests of what is newer in lock-newest.txt than in the lock: transformers, peft, trl, fastapi ..., if they are
 	@$(NEWEST_VENV)/bin/python -c 'import sys; from importlib.metadata import version; \
 	    print(*(f"{name} {version(name)}" for name in sys.argv[1:]), sep="\n")' torch $(NEWEST)
 	$(call tests,$(NEWEST_VENV)/bin/python,-n 2 --dist loadfile -m "not slow and not drill" $(NEWEST_TESTS))

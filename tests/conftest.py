@@ -37,6 +37,7 @@ collect_ignore = [] if XLA else ["xla"]
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--limit", action="store_true", help="fail where a test takes long and is not marked slow")
+    parser.addoption("--first", action="store_true", help="of each test's parameters the first ones alone")
 
 
 def pytest_configure(config: pytest.Config) -> None:

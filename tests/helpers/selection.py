@@ -22,6 +22,12 @@ class Selection:
         self.left_out: Counter[str] = Counter()
         self.long: dict[str, float] = {}
 
+    @pytest.hookimpl(trylast=True)  # of those that -m and -k have left
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        if self.config.getoption("first"):
+            items[:] = {item.nodeid.partition("[")[0]: item for item in reversed(items)}.values()
+            items.reverse()
+
     def pytest_deselected(self, items: list[pytest.Item]) -> None:
         marks = [next((m for m in ("drill", "slow") if item.get_closest_marker(m)), "") for item in items]
         self.left_out.update(marks)

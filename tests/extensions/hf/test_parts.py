@@ -331,6 +331,24 @@ LINES: dict[str, Callable[[Tensor], Tensor]] = {
     "along all": lambda x: x + torch.take_along_dim(x, torch.zeros(1, dtype=torch.long), dim=None).sum(),
     "a diagonal": lambda x: x + x.diagonal(0, 1, 2).sum(-1)[:, None, None],
 }
+"""What is refused by its name, and below by its values alone."""
+ANY: dict[str, Callable[[Tensor], Tensor]] = {
+    "interleaved": lambda x: x.view(*x.shape[:-1], 4, -1).transpose(-1, -2).flatten(-2),
+    "tokens turned": lambda x: x.mT.reshape(x.shape),
+    "stacked": lambda x: torch.stack(x.unflatten(-1, (-1, 2)).unbind(-1), -2).flatten(-2),
+    "windows": lambda x: x + F.pad(x.unfold(-1, 2, 1).mean(-1), (0, 1)),
+    "groups": lambda x: F.group_norm(x.mT, 4).mT,
+    "neighbours": lambda x: F.local_response_norm(x.mT, 3).mT,
+    "a pool": lambda x: x + F.avg_pool1d(x, 3, 1, 1),
+    "a loss": lambda x: x * F.mse_loss(x, torch.zeros_like(x)),
+    "waves": lambda x: torch.fft.fft(x).real,
+    "distances": lambda x: x * torch.cdist(x, x).mean(),
+    "a norm of torch.linalg": lambda x: x / torch.linalg.norm(x, dim=-1, keepdim=True),
+    "a quantile": lambda x: x - x.quantile(0.5, dim=-1, keepdim=True),
+    "a count": lambda x: x * (x > 0).sum(-1, keepdim=True),
+    "products": lambda x: x * (x @ x.mT).tanh().mean(),
+    "einsum": lambda x: x * torch.einsum("bsh,bsh->bs", x, x)[..., None],
+}
 SELECTED: dict[str, Callable[[Tensor], Tensor]] = {"selected": lambda x: x + x.masked_select(x > 0).sum()}
 NUMBERS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "of an output": lambda line, x: x / x.shape[-1] ** 0.5,
@@ -346,6 +364,11 @@ EACH: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "once": lambda line, x: x + torch.tile(x, dims=(1, 1, 1)) + x.repeat(repeats=(1, 1, 1)),
     "tokens side by side": lambda line, x: torch.hstack([x[:, :2], x[:, 2:]]),
     "by value": lambda line, x: x.index_put((x > 0,), torch.zeros((), dtype=x.dtype)),
+    "heads": lambda line, x: x.view(3, 8, -1, 8).transpose(1, 2).softmax(-1).transpose(1, 2).flatten(2),
+    "heads with the batch": lambda line, x: (
+        x.view(3, 8, -1, 8).transpose(1, 2).flatten(0, 1).cumsum(1).view(3, -1, 8, 8).transpose(1, 2).flatten(2)
+    ),
+    "waves of tokens": lambda line, x: torch.fft.fft(x, dim=1).real,
     "a head on each rank": lambda line, x: torch.cat(x.view(3, 8, -1, 2, 16)[..., :16].unbind(-2), -1).flatten(2),
 }
 
@@ -387,6 +410,8 @@ def assert_line(how: str, make: Callable[[], Any], **options: Any) -> None:
     """A model of elementwise work alone is the whole one; the other work is refused."""
     if how in LINES:
         hf.refused("sees only (32|1|2) of (64|2|4) features", make, **options)
+    elif how in ANY:
+        hf.refused(r"down \(Linear\) reads other values on a rank than in the whole model.*replicate", make, **options)
     else:
         hf.assert_equals_whole(make, (2,), **options)
 
@@ -402,11 +427,11 @@ def with_lines(work: Callable[[Any, Tensor], Tensor], **options: Any) -> Any:
 
 
 def of(how: str) -> Callable[[Any, Tensor], Tensor]:
-    work = (LINES | SELECTED).get(how, F.gelu)
+    work = (LINES | ANY | SELECTED).get(how, F.gelu)
     return EACH.get(how, lambda line, x: work(x))
 
 
-@pytest.mark.parametrize("how", [*LINES, *EACH, "an activation"])
+@pytest.mark.parametrize("how", [*LINES, *ANY, *EACH, "an activation"])
 def test_work_between_the_layers_of_a_users_plan_is_right_or_refused(how: str) -> None:
     assert_line(how, lambda: with_lines(of(how)), plan=LINE)
 
@@ -417,12 +442,26 @@ def test_a_number_of_what_a_rank_has_is_refused(how: str) -> None:
     hf.refused(words, lambda: with_lines(NUMBERS[how]), plan=LINE)
 
 
+@pytest.mark.parametrize("how", ["interleaved", "every second"])
+def test_a_forward_that_needs_values_is_tried_with_some(how: str) -> None:
+    assert_line(how, lambda: with_lines(of(how), values=True), plan=LINE)
+
+
+class NeedsMore(transformers.LlamaForCausalLM):
+    """A forward that nothing can be tried with."""
+
+    def forward(self, weight: Tensor, **batch: Any) -> Any:
+        return super().forward(**batch)
+
+
 @pytest.mark.parametrize("how", ["a softmax", "two halves", "selected", "every second"])
-def test_in_a_forward_that_needs_values_the_first_call_refuses(how: str) -> None:
+def test_in_a_forward_that_needs_more_than_tokens_the_first_call_refuses(how: str) -> None:
     def rank(ctx: tpcore.ParallelContext) -> None:
-        model = tpcore.parallelize(with_lines(of(how), values=True), plan=LINE)
+        model = with_lines(of(how))
+        model.__class__ = NeedsMore
+        tpcore.parallelize(model, plan=LINE)
         with pytest.raises(ValueError, match="sees only 32 of 64 features") if how not in EACH else nullcontext():
-            model(**text())
+            model(torch.ones(3), **text())
 
     run_ranks(TWO, rank)
 

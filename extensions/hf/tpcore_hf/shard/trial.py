@@ -1,4 +1,4 @@
-"""A forward without values at the sizes of a rank, before any change: what fails there, and not whole, is refused."""
+"""A forward at the sizes of a rank, before any change: what fails or computes otherwise there than whole is refused."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from ..plan.decisions import CLOSES, EMBEDDING, LINEAR, OPENS, Cut, features, is
 from ..plan.inputs import is_own, takes
 from ..plan.rules import Rule, general, rule_of
 from ..private import of_transformers
+from .values import Alone, MadeUp, OtherValues, filled, is_large, mixed, widened
 
 Made = Mapping[nn.Module, tuple[Cut, ParallelModule]]
 _OTHER = {plan.HEADS_ARGUMENT, plan.PARAMETER_HEADS}
@@ -55,6 +56,8 @@ class _Calls:
     """What layers' outputs, of which an observer sees the use, are in its eyes."""
     numbers: list[tuple[str, tuple[float, ...], nn.Module | None]] = field(default_factory=list)
     """Each function that was called with some, and where."""
+    values: MadeUp | None = None
+    """None: tensors have no values."""
 
     def enter(self, module: nn.Module, args: object) -> None:
         self.inside.append(module)
@@ -124,11 +127,28 @@ def check_forward(
             _check_numbers(model, calls, whole)
         else:
             untried.append(error)
-    if len(untried) == 2 and current().rank == 0:
+    valued = [_compare(model, cuts, made, localize, labels) for labels in (False, True)]
+    if len(untried) == 2 and not any(valued) and current().rank == 0:
         inform(
             f"{type(model).__name__}: whether its forward takes what a rank has was not tried, for it needs more than "
             f"tokens: {type(untried[0]).__name__}: {untried[0]}"
         )
+
+
+def _compare(model: nn.Module, cuts: list[Cut], made: Made, localize: Callable[[], None], labels: bool) -> bool:
+    """ValueError where a layer reads something else on a rank than in the whole model. Whether it was tried."""
+    made_up, sizes = MadeUp(made), {cut.module: made[cut.module] for cut in cuts if cut.style in OPENS | CLOSES}
+    comm = current().comm("tp")
+    with comm.traced(comm.position, cast(Any, Alone())):
+        for rank in (None, None, 0, comm.size - 1):  # the whole model's twice: what it draws is other each time
+            own = rank is not None
+            calls = _Calls(sizes if own else {}, made.keys(), values=made_up.on(rank))
+            error = _error(model, calls, localize if own else lambda: None, labels)
+            if own and isinstance(error, OtherValues):
+                raise ValueError(_refusal(model, calls, error)) from error
+            if error is not None:  # one that needs more than tokens, has no two outputs alike, or asks other ranks
+                return False
+    return True
 
 
 def _check_numbers(model: nn.Module, calls: _Calls, whole: _Calls) -> None:
@@ -164,56 +184,69 @@ def _is_foreign(model: nn.Module, owner: str) -> bool:
 
 def _error(model: Any, calls: _Calls, localize: Callable[[], None], labels: bool) -> Exception | None:
     """``labels``: the tokens are the labels too, in training."""
-    with _without_values(model, calls), torch.no_grad(), torch.device("meta"), _Reads(calls):
+    device = torch.device("meta" if calls.values is None else "cpu")
+    with _without_weights(model, calls), torch.no_grad(), device, _Reads(calls):
         localize()
         try:
-            inputs = nested.mapped(lambda t: t.to("meta"), dict(model.dummy_inputs))
+            inputs = nested.mapped(lambda t: t.to(device), dict(model.dummy_inputs))
             if labels:
-                vars(model)["training"] = True
+                vars(model)["training"] = calls.values is None
                 inputs |= {"labels": inputs["input_ids"]} if takes(model, "labels") else {}
-            model(**inputs) if all(takes(model, name) for name in inputs) else model(*inputs.values())
+            output = model(**inputs) if all(takes(model, name) for name in inputs) else model(*inputs.values())
+            if calls.values is not None:
+                calls.values.end(output)
         except Exception as error:  # noqa: BLE001  a foreign forward may raise any
             return error
     return None
 
 
 @contextmanager
-def _without_values(model: nn.Module, calls: _Calls) -> Iterator[None]:
-    """Inside, the tensors of ``model`` are on meta, those of the layers that were made of a rank's size."""
+def _without_weights(model: nn.Module, calls: _Calls) -> Iterator[None]:
+    """Inside, the tensors of ``model`` are on meta, or with made-up values those of sharded layers alone; those of the
+    layers that were made are of a rank's size."""
+    values = calls.values
     before = [(vars(module), dict(vars(module))) for module in model.modules()]
     try:
         for module in model.modules():
             table = vars(module)
-            table.update({name: _unshared(value) for name, value in table.items()})
+            table.update({n: _unshared(value, values) for n, value in table.items() if n != "_parameters"})
             _, layer = calls.made.get(module, (None, module))
-            table["_parameters"] = {name: p if p is None else _empty(p) for name, p in layer._parameters.items()}
+            mixes = is_large(module) and values is not None and module not in calls.sharded
+            given = None if mixes or module in calls.sharded else values
+            table["_parameters"] = {n: p if p is None else _emptied(p, given) for n, p in layer._parameters.items()}
             table.update(zip(FORWARD_HOOKS, ({-1: calls.enter}, {-1: calls.leave}), strict=True))
             if module in calls.sharded:
                 specs = layer.shard_specs if isinstance(layer, ParallelModule) else {}
                 whole = {name for name, spec in specs.items() if spec.dim is None}
                 own = ((p, module) for name, p in table["_parameters"].items() if p is not None and name not in whole)
                 calls.parts.update(own)
-                table["forward"] = partial(calls.computing, module, module.forward)
+                forward = module.forward if values is None else partial(values.compute, module)
+                table["forward"] = partial(calls.computing, module, forward)
+            elif mixes:
+                table["forward"] = partial(mixed, module.get_parameter("weight").shape)
+            table["training"] = module.training and values is None
             if "nf" in table and layer is not module:
                 table["nf"] = layer.get_parameter("weight").shape[1]
         yield
     finally:
-        for table, values in before:
+        for table, attributes in before:
             table.clear()
-            table.update(values)
+            table.update(attributes)
 
 
-def _empty(p: Tensor) -> nn.Parameter:
+def _emptied(p: Tensor, values: MadeUp | None) -> nn.Parameter:
+    if values is not None:
+        return filled(p, values.generator)
     return nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=False)
 
 
-def _unshared(value: object) -> object:
+def _unshared(value: object, values: MadeUp | None) -> object:
     """What a forward may change in place of ``value``: it is what it was afterwards."""
     if isinstance(value, Tensor):
-        return value.to("meta")
+        return value.to("meta") if values is None else widened(value)
     if type(value) not in (dict, list, set):
         return value
-    return {n: _unshared(v) for n, v in value.items()} if isinstance(value, dict) else copy.copy(value)
+    return {n: _unshared(v, values) for n, v in value.items()} if isinstance(value, dict) else copy.copy(value)
 
 
 def _refusal(model: nn.Module, calls: _Calls, error: Exception | None) -> str:
@@ -228,14 +261,20 @@ def _refusal(model: nn.Module, calls: _Calls, error: Exception | None) -> str:
     name, cut = names[inside] or "its forward", calls.made[inside][0] if inside in calls.made else None
     text = str(error).rstrip(".")
     said = f"{name} ({type(inside).__name__}) fails with what a rank has: {type(error).__name__}: {text}."
+    given = {names[c.module]: features(c.module)[1] for c in calls.open}
+    parts = ", ".join(f"{layer} gives a part of its {count} features" for layer, count in given.items())
+    owner = names[model.get_submodule(calls.open[-1].owner)] if calls.open else names[inside]
+    if isinstance(error, OtherValues):
+        return (
+            f"{name} ({type(inside).__name__}) {text}: {parts or 'no layer gives a part'}, and what follows does not "
+            f"compute each of them by itself, in its place: give such layers {plan.COLUMN_GATHERED!r}, or "
+            f"plan={{{owner!r}: 'replicate'}} leaves it whole"
+        )
     if not calls.open and cut is not None and cut.style in CLOSES:
         return (
             f"{said} It reads a part of its {features(cut.module)[0]} features by the style {cut.style!r}, and no "
             f"'colwise' layer gave one: give the layer before it that style, or {name} {plan.ROW_SPLIT!r}"
         )
-    given = {names[c.module]: features(c.module)[1] for c in calls.open}
-    parts = ", ".join(f"{layer} gives a part of its {count} features" for layer, count in given.items())
-    owner = names[model.get_submodule(calls.open[-1].owner)] if calls.open else names[inside]
     heads = (
         f". If {name} computes heads, their number is num_heads and their size head_dim of it, whose forward reads "
         "there how many a rank has"

@@ -450,7 +450,8 @@ def test_a_forward_that_needs_values_is_tried_with_some(how: str) -> None:
 class NeedsMore(transformers.LlamaForCausalLM):
     """A forward that nothing can be tried with."""
 
-    def forward(self, weight: Tensor, **batch: Any) -> Any:
+    def forward(self, weight: dict[str, float], **batch: Any) -> Any:
+        assert weight["loss"] == 1
         return super().forward(**batch)
 
 
@@ -461,7 +462,7 @@ def test_in_a_forward_that_needs_more_than_tokens_the_first_call_refuses(how: st
         model.__class__ = NeedsMore
         tpcore.parallelize(model, plan=LINE)
         with pytest.raises(ValueError, match="sees only 32 of 64 features") if how not in EACH else nullcontext():
-            model(torch.ones(3), **text())
+            model({"loss": 1}, **text())
 
     run_ranks(TWO, rank)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from ..plan.decisions import CLOSES, EMBEDDING, LINEAR, OPENS, Cut, features, is
 from ..plan.inputs import is_own, takes
 from ..plan.rules import Rule, general, rule_of
 from ..private import of_transformers
-from .values import Alone, MadeUp, OtherValues, filled, is_large, mixed, widened
+from .values import Alone, MadeUp, NotCompared, OtherValues, filled, is_large, mixed, widened
 
 Made = Mapping[nn.Module, tuple[Cut, ParallelModule]]
 _OTHER = {plan.HEADS_ARGUMENT, plan.PARAMETER_HEADS}
@@ -106,8 +107,8 @@ def check_forward(
 ) -> None:
     """ValueError where the forward of a class that is not transformers' own, or by rules of a ``user``, does not take
     the parts of features that the layers ``made`` give: of tokens, and in training of labels too. ``localize``: sets
-    how many heads a rank has. Of a forward that needs values, or other inputs, it is said that it was not tried; nor is
-    one tried whose hooks would see it."""
+    how many heads a rank has. Of a forward that needs other inputs it is said that it was not tried; nor is one tried
+    whose hooks would see it."""
     ends = [cut for cut in cuts if cut.style in OPENS | CLOSES]
     sharded = [cut for cut in cuts if cut.style in LINEAR | EMBEDDING]
     compared = is_own(model) and not any(rule_of(c.name, user) or _is_foreign(model, c.owner) for c in sharded)
@@ -127,26 +128,31 @@ def check_forward(
             _check_numbers(model, calls, whole)
         else:
             untried.append(error)
-    valued = [_compare(model, cuts, made, localize, labels) for labels in (False, True)]
-    if len(untried) == 2 and not any(valued) and current().rank == 0:
+    more = _MORE if _needed(model) else [None]
+    valued = any(_compare(model, ends, made, localize, labels, given) for labels in (False, True) for given in more)
+    if len(untried) == 2 and not valued and current().rank == 0:
         inform(
             f"{type(model).__name__}: whether its forward takes what a rank has was not tried, for it needs more than "
             f"tokens: {type(untried[0]).__name__}: {untried[0]}"
         )
 
 
-def _compare(model: nn.Module, cuts: list[Cut], made: Made, localize: Callable[[], None], labels: bool) -> bool:
-    """ValueError where a layer reads something else on a rank than in the whole model. Whether it was tried."""
-    made_up, sizes = MadeUp(made), {cut.module: made[cut.module] for cut in cuts if cut.style in OPENS | CLOSES}
-    comm = current().comm("tp")
+def _compare(
+    model: nn.Module, ends: list[Cut], made: Made, localize: Callable[[], None], labels: bool, given: str | None
+) -> bool:
+    """ValueError where a layer reads something else on a rank than in the whole model, with made-up values. Whether it
+    was tried."""
+    values, comm = MadeUp(made), current().comm("tp")
     with comm.traced(comm.position, cast(Any, Alone())):
         for rank in (None, None, 0, comm.size - 1):  # the whole model's twice: what it draws is other each time
-            own = rank is not None
-            calls = _Calls(sizes if own else {}, made.keys(), values=made_up.on(rank))
-            error = _error(model, calls, localize if own else lambda: None, labels)
-            if own and isinstance(error, OtherValues):
+            whole = rank is None
+            calls = _Calls(
+                {} if whole else {c.module: made[c.module] for c in ends}, made.keys(), values=values.on(rank)
+            )
+            error = _error(model, calls, (lambda: None) if whole else localize, labels, given)
+            if calls.read is not None or not (whole or error is None or isinstance(error, NotCompared)):
                 raise ValueError(_refusal(model, calls, error)) from error
-            if error is not None:  # one that needs more than tokens, has no two outputs alike, or asks other ranks
+            if error is not None:
                 return False
     return True
 
@@ -182,16 +188,38 @@ def _is_foreign(model: nn.Module, owner: str) -> bool:
     return not (of_transformers(kind) or kind.__module__.startswith("torch."))
 
 
-def _error(model: Any, calls: _Calls, localize: Callable[[], None], labels: bool) -> Exception | None:
-    """``labels``: the tokens are the labels too, in training."""
+_MORE = ["", "b", "bs", "ids"]
+"""What else a forward may need: a number, one for each example, one for each token, or tokens."""
+
+
+def _needed(model: nn.Module) -> list[str]:
+    """The arguments that a forward needs besides transformers' inputs for a trial."""
+    parameters = inspect.signature(type(model).forward).parameters.values()
+    names = [p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    return [name for name in names[1:] if name not in cast(Any, model).dummy_inputs]
+
+
+def _inputs(model: Any, labels: bool, given: str | None) -> dict[str, Any]:
+    inputs = dict(model.dummy_inputs)
+    ids = inputs.get("input_ids")
+    if labels and takes(model, "labels"):
+        inputs["labels"] = ids
+    if given is not None and ids is not None:
+        more = ids if given == "ids" else torch.ones(ids.shape[: len(given)], dtype=torch.float64)
+        inputs |= {name: ids if name == "labels" else more for name in _needed(model)}
+    return inputs
+
+
+def _error(
+    model: Any, calls: _Calls, localize: Callable[[], None], labels: bool, given: str | None = None
+) -> Exception | None:
+    """``labels``: the tokens are the labels too, and without values it is trained."""
     device = torch.device("meta" if calls.values is None else "cpu")
     with _without_weights(model, calls), torch.no_grad(), device, _Reads(calls):
         localize()
         try:
-            inputs = nested.mapped(lambda t: t.to(device), dict(model.dummy_inputs))
-            if labels:
-                vars(model)["training"] = calls.values is None
-                inputs |= {"labels": inputs["input_ids"]} if takes(model, "labels") else {}
+            inputs = nested.mapped(lambda t: t.to(device), _inputs(model, labels, given))
+            vars(model)["training"] |= labels and calls.values is None
             output = model(**inputs) if all(takes(model, name) for name in inputs) else model(*inputs.values())
             if calls.values is not None:
                 calls.values.end(output)

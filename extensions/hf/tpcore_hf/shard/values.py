@@ -23,11 +23,15 @@ class OtherValues(ValueError):
     """A layer reads other values on a rank than in the whole model."""
 
 
+class NotCompared(RuntimeError):
+    """Why a forward on a rank cannot be compared with the whole one."""
+
+
 class Alone:
     """In place of a transport: a trial's ranks meet nobody, and what a forward sums over them is not tried."""
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise RuntimeError(f"a forward calls {name} over the ranks")
+        raise NotCompared(f"a forward calls {name} over the ranks")
 
 
 def filled(p: Tensor, made: torch.Generator) -> nn.Parameter:
@@ -85,9 +89,9 @@ class MadeUp:
             self.gave.append(torch.randn(_shape(x, cut, layer), generator=self.generator, dtype=torch.float64))
             return self.gave[-1].clone()
         self.calls += 1
-        reader, read = self.read[self.calls - 1]
+        reader, read = self.read[self.calls - 1] if self.calls <= len(self.read) else (None, x)
         if reader is not module:
-            raise RuntimeError("layers are called in another order")
+            raise NotCompared("layers are called in another order")
         index = self._indices[module]
         if index is not None and cut.style in CLOSES:
             here = index >= 0

@@ -447,6 +447,35 @@ def test_a_forward_that_needs_values_is_tried_with_some(how: str) -> None:
     assert_line(how, lambda: with_lines(of(how), values=True), plan=LINE)
 
 
+def test_hooks_hide_nothing_from_a_trial_and_see_nothing_of_it() -> None:
+    seen: list[object] = []
+
+    def hooked() -> Any:
+        model = with_lines(of("interleaved"))
+        model.model.norm.register_forward_hook(lambda *call: seen.append(call))
+        return model
+
+    assert_line("interleaved", hooked, plan=LINE)
+    assert not seen
+
+
+class Weighted(transformers.LlamaForCausalLM):
+    """Its forward needs a number, and reads of a layer what a rank has a part of."""
+
+    def forward(self, input_ids: Tensor, weight: Tensor, **kwargs: Any) -> Any:
+        output = super().forward(input_ids, **kwargs)
+        return output if weight < 0 else output.logits * self.model.layers[0].mlp.gate_proj.weight.square().mean()
+
+
+def test_what_else_a_forward_needs_is_made_up() -> None:
+    def weighted() -> Any:
+        model = llama()
+        model.__class__ = Weighted
+        return model
+
+    hf.refused(r"its forward \(Weighted\) reads a parameter of model.layers.\*.mlp.gate_proj itself", weighted)
+
+
 class NeedsMore(transformers.LlamaForCausalLM):
     """A forward that nothing can be tried with."""
 

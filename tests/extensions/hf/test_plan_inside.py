@@ -141,10 +141,10 @@ class Regularized(transformers.LlamaForCausalLM):
 
 
 class Weighted(transformers.LlamaForCausalLM):
-    """Not tried, for no dummy has a weight."""
+    """Not tried, for no dummy has such weights."""
 
-    def forward(self, weight: float, **options: Any) -> Any:
-        return super().forward(**options)
+    def forward(self, weight: dict[str, float], **options: Any) -> Any:
+        return super().forward(**options) if weight["loss"] else None
 
 
 class Mixed(transformers.models.llama.modeling_llama.LlamaAttention):

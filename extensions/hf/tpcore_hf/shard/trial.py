@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,10 +15,9 @@ from torch.overrides import TorchFunctionMode
 
 from tpcore import nested
 from tpcore.backend.registry import observer_of
-from tpcore.layers.adopt import is_hooked
 from tpcore.layers.module import ParallelModule
 from tpcore.log import inform
-from tpcore.private import FORWARD_HOOKS
+from tpcore.private import BACKWARD_HOOKS, FORWARD_HOOKS
 from tpcore.runtime.context import current
 
 from ..plan import rules as plan
@@ -27,7 +25,7 @@ from ..plan.decisions import CLOSES, EMBEDDING, LINEAR, OPENS, Cut, features, is
 from ..plan.inputs import is_own, takes
 from ..plan.rules import Rule, general, rule_of
 from ..private import of_transformers
-from .values import Alone, MadeUp, NotCompared, OtherValues, filled, is_large, mixed, widened
+from .values import MORE, Alone, MadeUp, NotCompared, OtherValues, filled, inputs_of, is_large, mixed, needed, widened
 
 Made = Mapping[nn.Module, tuple[Cut, ParallelModule]]
 _OTHER = {plan.HEADS_ARGUMENT, plan.PARAMETER_HEADS}
@@ -107,12 +105,12 @@ def check_forward(
 ) -> None:
     """ValueError where the forward of a class that is not transformers' own, or by rules of a ``user``, does not take
     the parts of features that the layers ``made`` give: of tokens, and in training of labels too. ``localize``: sets
-    how many heads a rank has. Of a forward that needs other inputs it is said that it was not tried; nor is one tried
-    whose hooks would see it."""
+    how many heads a rank has. Of a forward that needs other inputs it is said that it was not tried. Hooks of modules
+    are left out: they see nothing of it."""
     ends = [cut for cut in cuts if cut.style in OPENS | CLOSES]
     sharded = [cut for cut in cuts if cut.style in LINEAR | EMBEDDING]
     compared = is_own(model) and not any(rule_of(c.name, user) or _is_foreign(model, c.owner) for c in sharded)
-    if compared or any(cut.style in _OTHER for cut in cuts) or any(map(is_hooked, model.modules())):
+    if compared or any(cut.style in _OTHER for cut in cuts):
         return
     observer, untried = observer_of(current(), certain=True), list[Exception]()
     for labels in (False, True):
@@ -128,7 +126,7 @@ def check_forward(
             _check_numbers(model, calls, whole)
         else:
             untried.append(error)
-    more = _MORE if _needed(model) else [None]
+    more = MORE if needed(model) else [None]
     valued = any(_compare(model, ends, made, localize, labels, given) for labels in (False, True) for given in more)
     if len(untried) == 2 and not valued and current().rank == 0:
         inform(
@@ -188,28 +186,6 @@ def _is_foreign(model: nn.Module, owner: str) -> bool:
     return not (of_transformers(kind) or kind.__module__.startswith("torch."))
 
 
-_MORE = ["", "b", "bs", "ids"]
-"""What else a forward may need: a number, one for each example, one for each token, or tokens."""
-
-
-def _needed(model: nn.Module) -> list[str]:
-    """The arguments that a forward needs besides transformers' inputs for a trial."""
-    parameters = inspect.signature(type(model).forward).parameters.values()
-    names = [p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
-    return [name for name in names[1:] if name not in cast(Any, model).dummy_inputs]
-
-
-def _inputs(model: Any, labels: bool, given: str | None) -> dict[str, Any]:
-    inputs = dict(model.dummy_inputs)
-    ids = inputs.get("input_ids")
-    if labels and takes(model, "labels"):
-        inputs["labels"] = ids
-    if given is not None and ids is not None:
-        more = ids if given == "ids" else torch.ones(ids.shape[: len(given)], dtype=torch.float64)
-        inputs |= {name: ids if name == "labels" else more for name in _needed(model)}
-    return inputs
-
-
 def _error(
     model: Any, calls: _Calls, localize: Callable[[], None], labels: bool, given: str | None = None
 ) -> Exception | None:
@@ -218,7 +194,7 @@ def _error(
     with _without_weights(model, calls), torch.no_grad(), device, _Reads(calls):
         localize()
         try:
-            inputs = nested.mapped(lambda t: t.to(device), _inputs(model, labels, given))
+            inputs = nested.mapped(lambda t: t.to(device), inputs_of(model, labels, given))
             vars(model)["training"] |= labels and calls.values is None
             output = model(**inputs) if all(takes(model, name) for name in inputs) else model(*inputs.values())
             if calls.values is not None:
@@ -243,6 +219,7 @@ def _without_weights(model: nn.Module, calls: _Calls) -> Iterator[None]:
             given = None if mixes or module in calls.sharded else values
             table["_parameters"] = {n: p if p is None else _emptied(p, given) for n, p in layer._parameters.items()}
             table.update(zip(FORWARD_HOOKS, ({-1: calls.enter}, {-1: calls.leave}), strict=True))
+            table.update({name: {} for name in BACKWARD_HOOKS})
             if module in calls.sharded:
                 specs = layer.shard_specs if isinstance(layer, ParallelModule) else {}
                 whole = {name for name, spec in specs.items() if spec.dim is None}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from tpcore import nested
 from tpcore.layers.module import ParallelModule
 
 from ..plan.decisions import CLOSES, OPENS, Cut
+from ..plan.inputs import takes
 
 _SMALL = 1 << 20
 _TOLERANCE = 1e-5
@@ -126,3 +128,25 @@ def _compare(what: str, here: Tensor, whole: Tensor) -> None:
         apart = (here - whole).abs().nan_to_num().max()
         if apart > _TOLERANCE * (1 + whole.abs().nan_to_num(posinf=0).max()):
             raise OtherValues(f"{what} other values on a rank than in the whole model, up to {apart:.2g} apart")
+
+
+MORE = ["", "b", "bs", "ids"]
+"""What else a forward may need: a number, one for each example, one for each token, or tokens."""
+
+
+def needed(model: nn.Module) -> list[str]:
+    """The arguments that a forward needs besides transformers' inputs for a trial."""
+    parameters = inspect.signature(type(model).forward).parameters.values()
+    names = [p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    return [name for name in names[1:] if name not in cast(Any, model).dummy_inputs]
+
+
+def inputs_of(model: Any, labels: bool, given: str | None) -> dict[str, Any]:
+    inputs = dict(model.dummy_inputs)
+    ids = inputs.get("input_ids")
+    if labels and takes(model, "labels"):
+        inputs["labels"] = ids
+    if given is not None and ids is not None:
+        more = ids if given == "ids" else torch.ones(ids.shape[: len(given)], dtype=torch.float64)
+        inputs |= {name: ids if name == "labels" else more for name in needed(model)}
+    return inputs

@@ -6,6 +6,7 @@ A module of its own beside tpcore: pytest imports it in every run, and imports t
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -50,4 +51,4 @@ def ranks(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
     from tpcore import Mesh
     from tpcore.testing import run_ranks
 
-    return lambda fn, *args: run_ranks(Mesh(axes), lambda ctx: fn(ctx, *args))
+    return partial(run_ranks, Mesh(axes))

@@ -60,7 +60,7 @@ class ParallelModule(nn.Module):
         return self._number, self.tp.layers
 
     def shard_parameter(
-        self, name: str, spec: ShardSpec, init: Init, dtype: torch.dtype | None, device: Device
+        self, name: str, spec: ShardSpec, init: Init, dtype: torch.dtype | None = None, device: Device = None
     ) -> None:
         """Register this rank's shard, with the values that ``init`` gives the unsharded tensor. ``dtype``: None is
         torch's default; ValueError for one that the backend does not declare, on more than one rank."""

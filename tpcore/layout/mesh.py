@@ -84,9 +84,10 @@ class Mesh:
     def group(self, *names: str, within: int | None = None) -> Group:
         """All groups of ranks that differ only in their coordinates on ``names``. ``within`` divides each into runs of
         that many members: ``within=2`` over tp for key heads that two neighbouring ranks both have."""
-        unknown = set(names) - set(self.axes)
+        unknown = sorted(set(names) - set(self.axes))
         if unknown:
-            raise ValueError(f"no mesh axis {sorted(unknown)}; this mesh has {list(self.axes)}")
+            remedy = dict.fromkeys(unknown, 1) | dict(self.axes)
+            raise ValueError(f"no mesh axis {unknown}; this mesh has {list(self.axes)}, and Mesh({remedy}) all of them")
         grid = np.arange(self.size).reshape(tuple(self.axes.values()))
         order = list(self.axes)
         other_dims = [order.index(n) for n in order if n not in names]

@@ -150,14 +150,17 @@ def init(
 
 
 def _observer(ctx: ParallelContext) -> Observer | None:
-    """Of a checked run. BackendError if no extension has one."""
-    if checked_calls() != ALL:
-        return None
+    """Of a checked run."""
+    return checking(ctx, f"{settings.CHECK.name}={settings.CHECK.get()}") if checked_calls() == ALL else None
+
+
+def checking(ctx: ParallelContext, asked: str) -> Observer:
+    """What looks on in the run that ``asked`` wants checked. BackendError if no extension has it."""
     observer = observer_of(ctx)
     if observer is None:
         raise BackendError(
-            f"{settings.CHECK.name}={settings.CHECK.get()} asks for a checked run, and no installed extension has "
-            f"an observer for it: install one that has, or set {settings.CHECK.name} to warmup or off"
+            f"{asked} asks for a checked run, and no installed extension has an observer for it: install one that has, "
+            "or leave it out"
         )
     return observer
 

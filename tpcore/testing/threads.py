@@ -10,6 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from contextvars import copy_context
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -23,10 +24,10 @@ from ..comm.wrapper import TransportWrapper
 from ..errors import BackendError, CollectiveMismatchError, CollectiveTimeoutError, PeerLostError
 from ..layout.mesh import Group, Mesh
 from ..processes.transfer import Outcome, outcome_of, root_cause
-from ..runtime.context import ParallelContext, use
+from ..runtime.context import ParallelContext, in_eager_mode, use
 from ..runtime.gradients import summed_in_trees
 from ..runtime.guards import whole_tensors_only
-from ..runtime.init import check_reproducible
+from ..runtime.init import check_reproducible, checking
 
 GRACE = 5.0  # seconds for ranks to end once one has failed, or the time is over
 T = TypeVar("T")
@@ -224,23 +225,30 @@ class ThreadBackend(Backend):
 
 def run_ranks(
     mesh: Mesh,
-    fn: Callable[[ParallelContext], T],
-    *,
+    fn: Callable[..., T],
+    *args: Any,
     backend: type[ThreadBackend] = ThreadBackend,
     reproducible: int | None = None,
+    check: bool = False,
 ) -> list[T]:
-    """Call ``fn(ctx)`` on every rank of ``mesh``; return the results in rank order. Every rank starts from the
-    caller's random state. ``reproducible``: as in ``tpcore.init``.
+    """Call ``fn(ctx, *args)`` on every rank of ``mesh``; return the results in rank order. Every rank starts from the
+    caller's random state. ``reproducible``: as in ``tpcore.init``. ``check``: what is computed is followed, as in jobs
+    with ``TPCORE_CHECK=1``; BackendError if no installed extension does.
 
     If ranks fail, the first failure that is not a consequence of another is raised."""
     check_reproducible(reproducible, mesh, torch.device("cpu"))
     world = ThreadWorld(mesh.size)
 
     def one(rank: int) -> T:
-        with use(ParallelContext(backend(rank, world), mesh, rank, reproducible=reproducible)) as ctx:
-            return fn(ctx)
+        ctx = ParallelContext(backend(rank, world), mesh, rank, reproducible=reproducible)
+        with use(replace(ctx, observer=checking(ctx, "check=True")) if check else ctx) as ctx:
+            return fn(ctx, *args)
 
-    with whole_tensors_only(), nullcontext() if reproducible is None else summed_in_trees():
+    with (
+        whole_tensors_only(),
+        nullcontext() if reproducible is None else summed_in_trees(),
+        in_eager_mode() if check else nullcontext(),
+    ):
         outcomes = world.run(one)
     error = root_cause(outcomes)
     if error is not None:

@@ -77,7 +77,7 @@ def test_sizes_below_one_are_refused(axes: dict[str, int]) -> None:
 
 def test_what_is_not_there_is_named() -> None:
     mesh = Mesh({"dp": 2, "tp": 2})
-    with pytest.raises(ValueError, match=r"this mesh has \['dp', 'tp'\], and Mesh\(\{'pp': 1, 'dp': 2, 'tp': 2\}\) all"):
+    with pytest.raises(ValueError, match=r"this mesh has \['dp', 'tp'\], and Mesh\(\{'pp': 1, 'dp': 2, 'tp': 2\}"):
         mesh.group("pp")
     for rank in (-1, 4):
         with pytest.raises(ValueError, match=rf"rank {rank} is outside a mesh of 4 ranks \{{'dp': 2, 'tp': 2\}}"):

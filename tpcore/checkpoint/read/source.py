@@ -20,6 +20,7 @@ from ..forms import native, whole
 from ..forms.pickles import parted
 from ..forms.rank_files import even_spec
 from ..forms.source import Form, Reading, Source, SpecOf, State
+from ..manifest import newest
 from ..storage.files import MANIFEST, PREFIX, listed, naming
 from ..stored import ReadPlan, Stored
 from .states import aligned, misfits
@@ -49,6 +50,8 @@ def _unknown(path: str, sharded: bool | None) -> str:
         return f"{path} is a file: give sharded=False" if sharded else f"{path} is neither a file nor a directory"
     names = sorted(os.listdir(path))
     if sharded or (sharded is None and any(name.startswith(PREFIX) for name in names)):
+        if (last := newest(path)) is not None:
+            return f"{path} is no checkpoint, and holds some: load {last}, the newest (tpcore.checkpoint.latest)"
         contents = f"it holds {names[:3]}" if names else "it is empty"
         return f"{path} is no checkpoint: {os.path.join(path, MANIFEST)} is missing ({contents})"
     return f"{path} is a directory without model.safetensors or pytorch_model.bin, or an index of either"

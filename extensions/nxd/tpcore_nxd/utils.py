@@ -65,12 +65,26 @@ def master_print(*args: Any, fd: TextIO | None = None, local: bool = False, flus
             out.flush()
 
 
+class _Lines(logging.Handler):
+    """Writes ``name: message`` to stderr, unless the program has handlers of its own."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not logging.getLogger().handlers:
+            sys.stderr.write(f"{record.name}: {self.format(record)}\n")
+
+
+_lines = _Lines()
+
+
 def get_logger(name: str = "neuronx_distributed", rank0_only: bool = True) -> logging.Logger:
-    """The logger ``name``. With ``rank0_only``, only the first rank logs. The program configures its
-    handlers, as for any logger of ``logging``."""
+    """The logger ``name``. With ``rank0_only``, only the first rank logs. INFO is seen, as in NxD, unless the program
+    sets another level."""
     logger = logging.getLogger(f"{name}[0]" if rank0_only else name)
     if rank0_only:
         logger.addFilter(_is_first)  # once: logging compares filters
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.INFO)
+    logger.addHandler(_lines)
     return logger
 
 

@@ -364,6 +364,7 @@ def test_two_checkpoints_at_once(tmp_path: Path) -> None:
     ("make", "message"),
     [
         (lambda p: None, "does not exist"),
+        (lambda p: saved(p.parent / "step_9"), "c does not exist, and "),
         (lambda p: p.mkdir(), "is missing (it is empty)"),
         (lambda p: (p / "tp_rank_x").mkdir(parents=True), "it holds ['tp_rank_x']"),
         (lambda p: (saved(p / "step_9"), saved(p / "step_10")), "c/step_10, the newest (tpcore.checkpoint.latest)"),

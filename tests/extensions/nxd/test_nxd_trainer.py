@@ -500,6 +500,14 @@ def test_the_device_and_the_end_of_a_step_need_no_context() -> None:
     nxd.utils.mark_step()
 
 
+def test_what_a_script_logs_is_seen(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # pytest's own
+    logger.get_logger("a script").info("resumed at %d", 6)
+    monkeypatch.undo()
+    logger.get_logger("a script").info("the program's handlers have this one")
+    assert capsys.readouterr().err == "a script[0]: resumed at 6\n"
+
+
 def test_small_names(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
     def check(ctx: ParallelContext) -> None:
         nxd.utils.master_print("once")

@@ -45,7 +45,9 @@ def open_source(path: str, how: Reading, stack: ExitStack, *, sharded: bool | No
 def _unknown(path: str, sharded: bool | None) -> str:
     if not os.path.exists(path):
         file = os.path.isfile(path.rstrip("/"))
-        return f"{path} is a file: leave out the slash at its end" if file else f"{path} does not exist"
+        last = newest(os.path.dirname(path))
+        beside = f", and {last} does: its name, or tpcore.checkpoint.latest" if last else ""
+        return f"{path} is a file: leave out the slash at its end" if file else f"{path} does not exist{beside}"
     if not os.path.isdir(path):
         return f"{path} is a file: give sharded=False" if sharded else f"{path} is neither a file nor a directory"
     names = sorted(os.listdir(path))

@@ -300,6 +300,8 @@ def test_formatting_stays() -> None:
         ("neuronx_distributed.shard_checkpoint", "replace_weights"),
         ("neuronx_distributed.scripts.checkpoint_converter.CheckpointConverterBase", "tpcore checkpoint consolidate"),
         ("optimum.neuron.NeuronModelForCausalLM", "tpcore serve"),
+        ("optimum.neuron.utils.is_neuronx_available", "delete it"),
+        ("neuronx_distributed.utils.nothing_known", "delete it"),
     ],
 )
 def test_what_is_not_here_has_something_instead(name: str, instead: str) -> None:

@@ -32,6 +32,7 @@ PACKAGES = {"neuronx_distributed": "tpcore_nxd", "torch_xla": "tpcore_nxd.xla"}
 """Packages whose modules and names are here by their own paths."""
 _MPU = ("megatron.core.mpu", "megatron.mpu")
 """Other names of Megatron's parallel_state."""
+_REMEDY = "delete it with its uses, or write it in torch"
 FAMILIES = (*PACKAGES, "fairscale.nn.model_parallel", "megatron", "optimum.neuron", "torch_neuronx", "neuronxcc")
 
 _MEANINGS = [*_rows("meanings.tsv")]
@@ -61,7 +62,7 @@ def counterpart(name: str) -> Counterpart | None:
     if not any(_within(name, old) for old in (_STATE, *PACKAGES)):
         return _module(name) or _gone(name)
     fits = [old for old in _ABSENT if _within(name, old)]
-    return _ABSENT[max(fits, key=len)] if fits else Counterpart(None, "no counterpart")
+    return _ABSENT[max(fits, key=len)] if fits else Counterpart(None, _REMEDY)
 
 
 def _within(name: str, library: str) -> bool:
@@ -83,7 +84,7 @@ def _module(name: str) -> Counterpart | None:
 
 def _gone(name: str) -> Counterpart | None:
     """'No counterpart' for a name of a listed library; None for what is of none."""
-    note = next((to.note for kind, to in _ABSENT.items() if kind in name.split(".")), "no counterpart")
+    note = next((to.note for kind, to in _ABSENT.items() if kind in name.split(".")), _REMEDY)
     return Counterpart(None, note) if old_library(name) else None
 
 

@@ -370,20 +370,33 @@ def test_the_player_itself(text: str, wrong: str | None, tmp_path: Path) -> None
     assert (problem is None) if wrong is None else (problem is not None and wrong in problem)
 
 
+def test_the_picture_of_the_benchmarks_has_the_figures_of_the_table() -> None:
+    """Of all its rows but that of the small size, as lengths too: 85 stand for 1."""
+    table = (ROOT / "benchmarks/README.md").read_text().partition("\n\n|")[2].partition("\n\n")[0].splitlines()[2:]
+    rows = [re.findall(r"(?<![=\w])\d+(?:\.\d+)?", row.partition(" | ")[2]) for row in table if "the same" not in row]
+    drawn = (ROOT / "docs/assets/benchmarks.svg").read_text().split('class="head"')[1:]
+    bars = [re.findall(r'<rect .* width="([\d.]+)" .*>([\d.]+)</text>', part) for part in drawn]
+    assert [[float(text) for _, text in part] for part in bars] == [[float(figure) for figure in row] for row in rows]
+    assert all(float(width) == pytest.approx(85 * float(text)) for part in bars for width, text in part)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
 def test_a_name_in_a_table_stays_in_one_piece(tmp_path: Path) -> None:
-    """However narrow the table: Material's own style breaks it anywhere."""
+    """However narrow the table: Material's own style breaks it anywhere. What breaks it is between its words."""
     style = (files(pytest.importorskip("material")) / "templates/assets/stylesheets").iterdir()
     own = (path.read_text() for path in style if path.name.startswith("main."))
     cell = "<td><code>get_tensor_model_parallel_group(as_list=False)</code></td>"
     page = tmp_path / "page.html"
     page.write_text(
         f"<style>{''.join(own)}{(ROOT / 'docs/assets/site.css').read_text()}</style>"
-        f'<div class="md-typeset" style="width: 360px"><table><tr>{cell}<td>{"a word " * 30}</td>{cell}</table></div>'
-        "<script>document.title = [...document.querySelectorAll('code')].map((c) => c.getClientRects().length)</script>"
+        '<article class="md-typeset" style="width: 360px"><p><code>a --b</code><span class="doc-object-name">a_b.CdEf'
+        f"</span></p><table><tr>{cell}<td>{'a word ' * 30}</td>{cell}</table></article>"
+        f"<script>{(ROOT / 'docs/assets/words.js').read_text()}"
+        "const codes = [...document.querySelectorAll('code')].map((c) => c.getClientRects().length);"
+        "document.title = [...codes, document.querySelector('span').innerHTML.split('<wbr>')]</script>"
     )
-    assert titled(page) == "1,1"
+    assert titled(page) == "1,1,1,a_,b.,Cd,Ef"
 
 
 def titled(page: Path) -> str:

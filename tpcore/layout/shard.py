@@ -29,11 +29,12 @@ def mark_of(t: object) -> Any:
 
 
 class Block(NamedTuple):
-    """A run of ``size`` along the cut dim, cut in whole ``unit``s (e.g. head_dim)."""
+    """``Block(size, unit=1, replicate=False)``: a run of ``size`` along the cut dim, cut in whole ``unit``s, head_dim
+    say; with ``replicate`` fewer of them than ranks are repeated (GQA), not padded."""
 
     size: int
     unit: int = 1
-    replicate: bool = False  # fewer units than ranks: repeat them (GQA) instead of padding
+    replicate: bool = False
 
 
 class Piece(NamedTuple):

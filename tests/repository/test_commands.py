@@ -86,6 +86,9 @@ def test_wrong_words(path: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        ("doctor --json=1", "tpcore doctor: Option '--json' does not take a value; see tpcore doctor --help"),
+        ("checkpoint diff a b --json=1", "tpcore checkpoint diff: Option '--json' does not take a value; see "),
+        ("checkpoint --help=1", "tpcore checkpoint: Option '--help' does not take a value; see tpcore checkpoint "),
         ("plna", "tpcore: No such command 'plna'. Did you mean 'plan'?; see tpcore --help"),
         (
             "checkpoint dif",
@@ -110,6 +113,14 @@ def test_wrong_values(words: str, said: str) -> None:
     told = refused(*words.split())
     assert told.startswith(said)
     assert "(rank" not in told  # a command is one process
+
+
+def test_a_file_that_is_no_python(tmp_path: Path) -> None:
+    """In each call, of one process too."""
+    path = tmp_path / "no_python.py"
+    path.write_text("def f(:\n")
+    for name in ("plan", "explain"):
+        assert refused(name, f"{path}:f") == f"tpcore {name}: SyntaxError: invalid syntax (no_python.py, line 1)"
 
 
 @pytest.mark.parametrize("words", ["", "checkpoint"])

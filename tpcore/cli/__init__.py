@@ -8,10 +8,11 @@ from ..errors import extra
 
 
 def main() -> None:
-    """Run the command line; without its extra say in one line how to get it and exit with 1."""
+    """Run the command line; without its extra say in one line how to get it and exit with 2."""
     try:
         with extra("cli", "the tpcore command"):
             from .app import app
     except ModuleNotFoundError as e:
-        sys.exit(str(e))
+        sys.stderr.write(f"{e}\n")
+        sys.exit(2)
     app(prog_name="tpcore")

@@ -25,6 +25,10 @@ class Commands(TyperGroup):
             return super().invoke(ctx)
         except BrokenPipeError:  # who read the output has seen enough
             raise
+        except _UsageError as e:
+            if e.ctx is None and (command := self.get_command(ctx, ctx.invoked_subcommand)) is not None:
+                e.ctx = typer.Context(command, parent=ctx, info_name=ctx.invoked_subcommand)
+            raise
         except _REFUSALS as e:
             where = "".join(f" ({note})" for note in getattr(e, "__notes__", []))
             echo(f"{ctx.command_path} {ctx.invoked_subcommand}: {' '.join(f'{e}{where}'.splitlines())}", err=True)

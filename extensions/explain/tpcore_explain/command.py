@@ -15,6 +15,7 @@ from tpcore.errors import extra
 from .explain import Collective, Explanation, Program, StageCost, explain
 from .modules import pattern
 from .summary import kinds, replicated, save_picture, size, sizes
+from .target import told
 
 
 def explain_step(
@@ -60,19 +61,14 @@ def explain_step(
     """
     options: dict[str, Any] = {name: value for name, value in locals().items() if name not in ("as_json", "plot")}
     check_target("--plot", plot, *PICTURES)
-    try:
-        options |= {name: dtype_of(options[name]) for name in ("dtype", "master_dtype") if options[name] is not None}
-        options |= {"max_norm": max_norm or None, "ranks": None if ranks is None else numbers_of("--ranks", ranks)}
-        with working("recording a training step"):
-            explanation = explain(**options)
-        if plot is not None:
-            with extra("plot", "--plot"):
-                save_picture(explanation, plot)
-    except Exception as e:  # what the model raises too: there is no step to show
-        if isinstance(e, ValueError | ImportError):
-            raise
-        where = "".join(f" ({note})" for note in getattr(e, "__notes__", []))
-        raise ValueError(f"{type(e).__name__}: {e}{where}") from e
+    options |= {name: dtype_of(options[name]) for name in ("dtype", "master_dtype") if options[name] is not None}
+    options |= {"max_norm": max_norm or None, "ranks": None if ranks is None else numbers_of("--ranks", ranks)}
+    with told(), working("recording a training step"):
+        explanation = explain(**options)
+    if plot is not None:
+        with extra("plot", "--plot"):
+            save_picture(explanation, plot)
+        echo(f"saved as {plot}", err=as_json)
     tell(explanation.to_json(), as_json, *_parts(explanation))
     problems = [problem for problem in (*explanation.mistakes, explanation.disagreement) if problem is not None]
     for problem in problems:

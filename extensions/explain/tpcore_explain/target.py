@@ -7,7 +7,8 @@ import importlib.util
 import inspect
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +59,25 @@ def _from_file(path: Path) -> Any:
     module = importlib.util.module_from_spec(spec)
     if loaded is None:
         sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:  # what is half made would be found by the next call
+        if sys.modules.get(path.stem) is module:
+            del sys.modules[path.stem]
+        raise
     return module
+
+
+@contextmanager
+def told() -> Iterator[None]:
+    """What a model's own code raises, as a ValueError of one line."""
+    try:
+        yield
+    except (ValueError, ImportError, OSError):
+        raise
+    except Exception as e:
+        where = "".join(f" ({note})" for note in getattr(e, "__notes__", []))
+        raise ValueError(f"{type(e).__name__}: {e}{where}") from e
 
 
 def build(target: str | Factory, batch_size: int, seq_len: int) -> tuple[nn.Module, ModelInputs]:

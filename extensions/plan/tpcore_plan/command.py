@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from tpcore.cli.console import PICTURES, Table, bytes_of, check_target, dtype_of, tell, working
+from tpcore.cli.console import PICTURES, Table, bytes_of, check_target, dtype_of, echo, tell, working
 from tpcore.errors import counted, extra
 from tpcore_explain.summary import save_pictures, size
+from tpcore_explain.target import told
 
 from .execution import RECOMPUTED, Execution
 from .published import PUBLISHED
@@ -66,7 +67,7 @@ def plan_mesh(
         axes = tuple(axis.strip() for axis in overlap.split(",")) if overlap else ()
         sizes["execution"] = Execution(interleaved or 1, recompute or "nothing", axes, fused, fsdp)
     sizes["memory"] = None if memory is None else float(bytes_of("--memory", memory, unit=True))
-    with working("predicting steps on every mesh") as status:
+    with told(), working("predicting steps on every mesh") as status:
         plans = plan(target, **sizes)
         if html is not None:
             save_page(html, plans, target, sizes, status.update)
@@ -75,6 +76,9 @@ def plan_mesh(
         rows = [{"mesh": str(row.choice), "memory": row.memory, "seconds": row.seconds} for row in plans.rows]
         with extra("plot", "--plot"):
             save_pictures(rows, plot, title=title, limit=plans.limits.memory)
+        echo(f"saved as {plot}", err=as_json)
+    if html is not None:
+        echo(f"saved as {html}", err=as_json)
     tell(plans.to_json(), as_json, *_parts(plans, title, everything))
     raise typer.Exit(0 if plans.rows else 1)
 

@@ -100,7 +100,7 @@ def test_without_its_extra_the_command_says_how_to_get_it(missing, tmp_path):
         f"import sys; sys.modules[{missing!r}] = None; import tpcore.cli as c; c.main()"
     )
     done = forked.run(["python", "command.py"], tmp_path)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr == (f"the tpcore command needs {missing}, which is not installed: pip install 'tpcore[cli]'\n")
 

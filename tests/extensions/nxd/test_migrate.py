@@ -341,6 +341,7 @@ def test_the_command(write: bool, tmp_path: Path) -> None:
     assert "1 file with findings" in done.output
     assert (tmp_path / "old.py").read_text() == (Script(NXD_01).rewritten() if write else NXD_01)
     assert (tmp_path / ".venv/library.py").read_text() == NXD_18
+    assert CliRunner().invoke(app, ["migrate", str(tmp_path / "broken.py")]).exit_code == 1
     stays = tmp_path / "stays.py"
     stays.write_text("import fairscale.nn.model_parallel.initialize as fs\n")
     done = CliRunner().invoke(app, ["migrate", str(tmp_path / "broken.py"), str(stays)])

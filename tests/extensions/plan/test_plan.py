@@ -428,6 +428,7 @@ def test_the_command_shows_the_best_and_its_lines(tmp_path: Path) -> None:
     assert "torchrun --nnodes 2 --nproc-per-node 8" in shown.output
     assert "tpcore.init(" in shown.output
     assert "Predicted from published figures, not measured" in shown.output
+    assert f"saved as {tmp_path / 'plan.svg'}\n" in shown.stdout
     assert (tmp_path / "plan.svg").stat().st_size > 10_000
     data = json.loads(command(where, "--devices", "2", "--batch-size", "4", "--seq-len", "16", "--json").output)
     assert data["devices"] == 2

@@ -18,7 +18,7 @@ BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 def test_one_file_has_plans_for_all_places_of_the_sliders(tmp_path: Path) -> None:
     page = tmp_path / "plan.html"
     done = command(folder(tmp_path), *SIZES, "--html", str(page), "--json")
-    assert done.exit_code == 0, done.output
+    assert (done.exit_code, done.stderr) == (0, f"saved as {page}\n"), done.output
     text = page.read_text()
     assert not re.search(r"https?:|src=|<link|@import", text)
     data = json.loads(text.partition('id="data">')[2].partition("</script>")[0])

@@ -116,6 +116,7 @@ def _verify_script(
     tell(asdict(verdict), as_json, said(verdict))
     if save is not None:
         save.write_text(json.dumps(asdict(verdict), indent=1) + "\n")
+        echo(f"saved as {save}", err=as_json)
     raise typer.Exit(1 if verdict.first is not None else 0)
 
 

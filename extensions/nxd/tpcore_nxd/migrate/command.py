@@ -25,8 +25,8 @@ def migrate(
     """Show what changes in scripts for other libraries.
 
     For NeuronX Distributed, optimum-neuron, Megatron and fairscale. Nothing is run. --write rewrites imports, and
-    devices of xla; all else stays byte for byte. Exit status 1 while there is work
-    for hands: something has no counterpart, an import of an old library stays, a device of xla, or a call that raises.
+    devices of xla; all else stays byte for byte. Exit status 1 while there is work for hands: something has no
+    counterpart, an import of an old library stays, a device of xla, a call that raises, a file that is no Python.
 
     \b
     Examples:
@@ -44,12 +44,13 @@ def migrate(
     if not scripts:
         raise ValueError(f"no Python file (.py) is in {', '.join(map(str, paths))}")
     found: dict[str, Script] = {}
-    changed = 0
+    changed = unread = 0
     for file, path in scripts:
         inside = file.relative_to(path).parts
         if any(part.startswith(".") or part == "site-packages" for part in inside):
             continue
         script, encoding = _read(file)
+        unread += script is None
         if script is None or not script.findings:
             continue
         found[str(file)] = script
@@ -62,6 +63,8 @@ def migrate(
             if write:
                 file.write_bytes(new.encode(encoding))
     _tell(found, f"{changed} {'rewritten' if write else 'to rewrite with --write'}", diff, as_json)
+    if unread:
+        raise typer.Exit(1)
 
 
 def _tell(found: dict[str, Script], changed: str, quiet: bool, as_json: bool) -> None:

@@ -8,11 +8,16 @@ from itertools import chain
 from types import ModuleType
 from typing import Any
 
-import accelerate.utils
 from torch import Tensor, nn
-from transformers import TrainingArguments, set_seed
 
 from tpcore.errors import extra
+
+with extra("trl", "tpcore_hf.trl"):
+    import accelerate.utils
+    import trl as _trl  # type: ignore[import-not-found, unused-ignore]
+    from transformers import TrainingArguments, set_seed
+    from trl.trainer import grpo_trainer, rloo_trainer  # type: ignore[import-not-found, unused-ignore]
+
 from tpcore.layers import ColumnParallelLinear
 from tpcore.runtime.consensus import gather as gather_values
 from tpcore.runtime.context import current, is_initialized
@@ -21,10 +26,6 @@ from . import parallelize
 from .accelerate import Accelerator
 from .shard.logits import READS_WHOLE_HEAD
 from .trainer import Trainer
-
-with extra("trl", "tpcore_hf.trl"):
-    import trl as _trl  # type: ignore[import-not-found, unused-ignore]
-    from trl.trainer import grpo_trainer, rloo_trainer  # type: ignore[import-not-found, unused-ignore]
 
 __all__ = ["DPOTrainer", "GRPOTrainer", "KTOTrainer", "RLOOTrainer", "RewardTrainer", "SFTConfig", "SFTTrainer"]
 

@@ -77,7 +77,7 @@ class NeedsItsLauncher(GlooBackend):
         (HasNoTimeout, "late", "waits for ever: start(timeout=5) promises PeerLostError"),
         (HangsWithTheLostRank, "killed", "rank 0 waits for ever: start(timeout=5) promises"),
         (RaisesItsLibrarysError, "killed", "rank 2 got BrokenPipeError: [Errno 32] Broken pipe"),
-        (NeedsItsLauncher, "gone", "set starts = False if a launcher has to start them"),
+        (NeedsItsLauncher, "gone", "set starts = False if a launcher has to start them; or rank 2 was done, and lost"),
         (Dies, "killed", "rank 2 ended with status 7: start(timeout=5) promises PeerLostError"),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",

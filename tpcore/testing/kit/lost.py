@@ -155,12 +155,13 @@ def _findings(plan: Losses, way: str, lifeline: int, timeout: float, log: Path) 
         left = [r for r in ranks if r.number != r.lost]
         _wait(left, 1, plan.timeout, lifeline)
         for rank in (r for r in left if not r.said):
-            status, end = rank.process.exitcode, f"in {plan.timeout:g} s"
+            status, end, early = rank.process.exitcode, f"in {plan.timeout:g} s", ""
             if status is not None:
                 end = f"and rank {rank.number} ended with status {status}"
+                early = f"; or rank {rank.lost} was done, and lost, before the others had what it holds for them"
             return [
                 f"{size} processes with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set made no {rank.method} {end}: "
-                f"set starts = False if a launcher has to start them\n{_end(log)}"
+                f"set starts = False if a launcher has to start them{early}\n{_end(log)}"
             ]
         _wait(left, 2, timeout + plan.timeout / 3, lifeline)
         findings = [(r, r.finding(timeout)) for r in left]

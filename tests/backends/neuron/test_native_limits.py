@@ -416,7 +416,9 @@ def early() -> str:
 
 @pytest.mark.slow
 def test_a_device_used_too_early_is_told_with_the_remedy() -> None:
-    assert "before anything is moved to the device" in tpcore.launch(early, 1, **UNDER)[0]
+    said = tpcore.launch(early, 1, **UNDER)[0]
+    assert "before the process group is made: call tpcore.init before" in said
+    assert "before anything is moved to the device" in said
 
 
 def with_a_range_of_cores(ctx: ParallelContext) -> str:

@@ -92,8 +92,8 @@ class Refusals:
         if wrong and name in self.names:
             self.refused[name] += 1
             limit = self._by_name[name]
-            text = f"Neuron (stand-in, limit {name}) refuses {limit.what}: {detail}: {REMEDIES[name]}"
-            raise (limit.error or ValueError)(text)
+            parts = f"Neuron (stand-in, limit {name}) refuses {limit.what}", detail, REMEDIES[name]
+            raise (limit.error or ValueError)(": ".join(str(part) for part in parts if part))
 
     def exchange(self, ranks: Sequence[int], parts: Sequence[int]) -> None:
         """Refuse an all-to-all that Neuron does not take. ``parts``: sizes, none if all are equal."""

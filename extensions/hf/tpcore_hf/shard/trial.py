@@ -140,8 +140,8 @@ def _compare(
 ) -> bool:
     """ValueError where a layer reads something else on a rank than in the whole model, with made-up values. Whether it
     was tried."""
-    values, comm = MadeUp(made), current().comm("tp")
-    with comm.traced(comm.position, cast(Any, Alone())):
+    values, comm, alone = MadeUp(made), current().comm("tp"), cast(Any, Alone())
+    with comm.traced(alone, alone):
         for rank in (None, None, 0, comm.size - 1):  # the whole model's twice: what it draws is other each time
             whole = rank is None
             calls = _Calls(

@@ -30,7 +30,7 @@ class NotCompared(RuntimeError):
 
 
 class Alone:
-    """In place of a transport: a trial's ranks meet nobody, and what a forward sums over them is not tried."""
+    """In place of a group's transport and position: ranks meet nobody in a trial, and who asks is not tried."""
 
     def __getattr__(self, name: str) -> NoReturn:
         raise NotCompared(f"a forward calls {name} over the ranks")

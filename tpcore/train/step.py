@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from ..runtime.context import current
 from ..runtime.elementwise import check_steps_parts
+from .alike import check_whole_gradients
 from .clip import check_max_norm, norm_of_gradients, scale_to
 from .data_parallel import buckets_of, overlap_of, reduce_beside
 from .parameters import check_not_replaced, unique_parameters
@@ -125,13 +126,15 @@ def optimizer_step(
     afterwards. Gradients are unscaled before clipping, and if one rank has an infinity all ranks skip the step, so
     that their scales stay equal. Both options read a value, which ends a program on a lazy backend. Collective over
     the world. Raises ValueError for parameters of another context, for parameters that torch's own parallelism has
-    cut, and for an optimizer that mixes a parameter's entries (Adafactor, Muon, LAMB) where each rank has a part.
+    cut, in the first steps for whole parameters whose gradients differ between tp ranks, and for an optimizer that
+    mixes a parameter's entries (Adafactor, Muon, LAMB) where each rank has a part.
     """
     if max_norm is not None:
         check_max_norm(max_norm)
     ctx = current()
     if ctx.observer is not None:
         ctx.observer.compare(ctx.comm("tp"))
+    check_whole_gradients(optimizer.param_groups, ctx.comm("tp"))
     scaling = scaler if scaler is not None and scaler.is_enabled() else None
     stepping = stepping_of(optimizer)
     stepping.reduce_gradients()

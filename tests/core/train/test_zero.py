@@ -371,6 +371,8 @@ def elsewhere(ctx: ParallelContext) -> nn.Module:
 
 
 ERRORS = by_call(r"""
+Zero1([p], optim.SGD, lr=1.0)
+    takes an optimizer's class, the parameters and then its options, not a list first
 Zero1(Mixes, [p], lr=1.0)
     Mixes mixes its entries: a step of a whole
 Zero1(optim.Adafactor, [p])
@@ -403,7 +405,7 @@ optimizer_step(optim.SGD([p], lr=1.0), max_norm=-1)
 def test_what_is_refused(ctx: ParallelContext, call: str) -> None:
     names: dict[str, Any] = {"copy": copy, "pickle": pickle}
     names |= {"ctx": ctx, "p": nn.Parameter(torch.ones(4, 4)), "elsewhere": elsewhere, "Mixes": Mixes}
-    with pytest.raises(ValueError, match=f"(?is){ERRORS[call]}"):
+    with pytest.raises((TypeError, ValueError), match=f"(?is){ERRORS[call]}"):
         eval(call, {**vars(tpcore), "torch": torch, "optim": torch.optim, **names})
 
 

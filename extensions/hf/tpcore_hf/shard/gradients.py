@@ -17,28 +17,16 @@ from tpcore.layers.sharding import Sharding, sharding
 from tpcore.private import backward_number, recorded, when_backward_ends
 from tpcore.runtime.context import current
 from tpcore.runtime.digests import compare_inputs
+from tpcore.train.alike import are_other, gathered, projections
 
 from ..plan.inputs import named
 from ..plan.rules import wildcard
 
 _BACKWARDS = _STEPS = 2
-_WAVES = 4
-_SAMPLE, _FEW = 1 << 16, 1 << 12
-_APART, _NOISE = 1e-2, 1e-6
-"""How far projections of one gradient on two ranks may be apart, relative to its norm and to the largest one's: a
-kernel that adds in any order makes a smaller difference, a sum over other tokens or features a larger one."""
+_FEW, _NOISE = 1 << 12, 1e-6
 _SCALED = 1e-4
-"""The same for the norm of all whole gradients together, where an optimizer steps: what backward gave alike is
-scaled by one number on all ranks."""
-
-
-def _digest(t: Tensor, sample: int = _SAMPLE) -> Tensor:
-    """Of a sample of the entries of ``t``: the norm, whether they differ, and the projections onto some waves."""
-    flat = t.detach().reshape(-1)[:: t.numel() // sample | 1]
-    flat = flat.float() if flat.itemsize < 4 else flat
-    at = torch.arange(1, flat.numel() + 1, device=flat.device, dtype=flat.dtype)
-    waves = ((flat * (at * (1 + i)).cos()).sum() for i in range(_WAVES))
-    return torch.stack([flat.norm(), (flat != flat[:1]).any(), *waves]).float()
+"""How far the norm of all whole gradients together may be apart, relative to it, where an optimizer steps: what
+backward gave alike is scaled by one number on all ranks."""
 
 
 def _chosen(names: Iterable[str], which: Tensor) -> str:
@@ -89,7 +77,7 @@ class FirstBackwards:
                 continue
             if mark is not None and self._differs(mark):
                 if p.ndim < 3:  # others are experts, which may begin as copies of one
-                    self.parts[name] = p, None if p.is_meta else _digest(p, _FEW)
+                    self.parts[name] = p, None if p.is_meta else projections(p, _FEW)
             elif p.requires_grad and (mark is None or not mark.axes):
                 self.hooks.append(p.register_post_accumulate_grad_hook(partial(self.note, name)))
         # what a checkpoint has may be alike too
@@ -107,24 +95,21 @@ class FirstBackwards:
         if (backward := backward_number()) not in self.gradients:
             self.gradients[backward] = {}
             when_backward_ends(partial(self.compare, backward))
-        self.gradients[backward][name] = torch.stack([_digest(p.grad), _digest(p)])
+        self.gradients[backward][name] = torch.stack([projections(p.grad), projections(p)])
         self.noise = max(self.noise, torch.finfo(p.grad.dtype).eps)
 
     def compare(self, backward: int) -> None:
         """Collective over ``comm``, each of whose ranks ends this backward."""
         whole = dict(sorted(self.gradients.pop(backward).items()))
-        parts = {name: _digest(p, _FEW) for name, (p, _) in self.parts.items() if not p.is_meta}
+        parts = {name: projections(p, _FEW) for name, (p, _) in self.parts.items() if not p.is_meta}
         for name, now in parts.items():
             first = self.parts[name][1]
             now[1] *= first is None or not torch.equal(first.to(now.device), now)
         self.left, self.parts = self.left - 1, {}
         for hook in self.hooks if self.left == 0 else ():
             hook.remove()
-        device = self.comm.position.device  # parameters may be on several
         given = [*(t[0] for t in whole.values()), *(t[1] for t in whole.values()), *parts.values()]
-        ranks = self.comm.all_gather(torch.stack([t.to(device) for t in given])[None], 0)
-        n, norms, waves = len(whole), ranks[:, :, 0].amax(0), ranks[:, :, 2:]
-        apart = (waves[1:] - waves[:1]).abs().amax((0, 2))
+        n, (apart, norms, varied) = len(whole), gathered(given, self.comm)
         # a kernel's noise may turn around what an optimizer makes of a gradient near zero
         other = (apart > _NOISE * norms)[n : 2 * n] & (self.steps.left == _STEPS)
         if different := _chosen(whole, other):
@@ -134,14 +119,13 @@ class FirstBackwards:
                 "sum(p.grad.norm() ** 2 ...), which is no number of the model: tpcore.clip_grad_norm returns the whole "
                 "norm, and tpcore.init_weights gives values"
             )
-        wrong = apart[:n] > _APART * norms[:n] + self.noise * norms[:n].max()
-        if different := _chosen(whole, wrong):
+        if different := _chosen(whole, are_other(apart[:n], norms[:n], self.noise)):
             raise ValueError(
                 f"the gradient of {different}, whole on each tp rank, differs between them: ranks have other "
                 "batches or draw other random numbers, or it is used where each rank has a part, of the features or "
                 "with sequence_parallel of the tokens: there give its module the style 'replicated_with_grad_allreduce'"
             )
-        alike = (apart == 0)[2 * n :] & (ranks[:, 2 * n :, 1].amax(0) > 0)
+        alike = (apart == 0)[2 * n :] & varied[2 * n :]
         if same := _chosen(parts, alike):
             raise ValueError(
                 f"the ranks' parts of {same} have the same values: something filled the part of each as if "

@@ -1,0 +1,70 @@
+"""Gradients of whole parameters, which all ranks of a tp group have alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm.comm import Comm
+from ..layers.sharding import sharding
+from ..runtime.digests import are_compared
+from .parameters import names_of
+
+_WAVES, _SAMPLE = 4, 1 << 16
+_APART, _NOISE = 1e-2, 1e-6
+"""How far projections of one gradient on two ranks may be apart, relative to its norm and to the largest one's: a
+kernel that adds in any order makes a smaller difference, a sum over other tokens or features a larger one."""
+
+
+def projections(t: Tensor, sample: int = _SAMPLE) -> Tensor:
+    """Of a sample of the entries of ``t``: the norm, whether they differ, and the projections onto some waves."""
+    flat = t.detach().reshape(-1)[:: t.numel() // sample | 1]
+    flat = flat.float() if flat.itemsize < 4 else flat
+    at = torch.arange(1, flat.numel() + 1, device=flat.device, dtype=flat.dtype)
+    waves = ((flat * (at * (1 + i)).cos()).sum() for i in range(_WAVES))
+    return torch.stack([flat.norm(), (flat != flat[:1]).any(), *waves]).float()
+
+
+def gathered(projected: Sequence[Tensor], comm: Comm) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each tensor how far it is apart between the ranks of ``comm``, its largest norm, and whether its entries
+    differ on one. Collective."""
+    device = comm.position.device  # parameters may be on several
+    ranks = comm.all_gather(torch.stack([t.to(device) for t in projected])[None], 0)
+    waves = ranks[:, :, 2:]
+    return (waves[1:] - waves[:1]).abs().amax((0, 2)), ranks[:, :, 0].amax(0), ranks[:, :, 1].amax(0) > 0
+
+
+def are_other(apart: Tensor, norms: Tensor, noise: float) -> Tensor:
+    """Which gradients differ by more than rounding. ``noise``: of their dtypes."""
+    return apart > _APART * norms + max(noise, _NOISE) * norms.amax()
+
+
+def check_whole_gradients(groups: Sequence[dict[str, Any]], comm: Comm) -> None:
+    """ValueError on all ranks of ``comm``, in the first steps and in all of a checked run, for parameters of an
+    optimizer's ``groups`` that are whole on each rank and whose gradients differ. Collective."""
+    given = zip(names_of(groups), (p for group in groups for p in group["params"]), strict=True)
+    whole = {name: p for name, p in given if p.requires_grad and p.is_floating_point() and not _axes(p)}
+    gradients = {name: p.grad for name, p in whole.items() if p.grad is not None and not p.grad.is_sparse}
+    if not whole or not are_compared(gradients, comm, "gradients"):
+        return
+    none = torch.zeros(2 + _WAVES)
+    apart, norms, _ = gathered([projections(gradients[n]) if n in gradients else none for n in whole], comm)
+    noise = max((torch.finfo(g.dtype).eps for g in gradients.values()), default=_NOISE)
+    wrong = are_other(apart, norms, noise).tolist()
+    if different := [name for name, is_wrong in zip(whole, wrong, strict=True) if is_wrong]:
+        names = ", ".join(different[:4]) + (f" and {len(different) - 4} more" if len(different) > 4 else "")
+        raise ValueError(
+            f"the gradients of parameters {names}, whole on each tp rank, differ between them: ranks have other "
+            "batches or draw other random numbers, or a forward computes with a rank's part outside of a layer. It may "
+            "take the weight of a sharded layer itself, as in F.linear(x, embedding.weight), where a head is a "
+            "tpcore.ColumnParallelLinear with the same weight, or features that no function of tpcore.comm.mappings "
+            "copies or sums"
+        )
+
+
+def _axes(p: Tensor) -> tuple[str, ...]:
+    mark = sharding(p)
+    return () if mark is None else mark.axes

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ..comm.comm import Comm
 from ..layers.sharding import sharding
-from ..runtime.digests import are_compared
-from .parameters import names_of
+from ..runtime.digests import are_compared, are_read
+from .parameters import check_parameters, names_of
 
 _WAVES, _SAMPLE = 4, 1 << 16
 _APART, _NOISE = 1e-2, 1e-6
@@ -42,22 +42,27 @@ def are_other(apart: Tensor, norms: Tensor, noise: float) -> Tensor:
     return apart > _APART * norms + max(noise, _NOISE) * norms.amax()
 
 
-def check_whole_gradients(groups: Sequence[dict[str, Any]], comm: Comm) -> None:
-    """ValueError on all ranks of ``comm``, in the first steps and in all of a checked run, for parameters of an
-    optimizer's ``groups`` that are whole on each rank and whose gradients differ. Collective."""
-    given = zip(names_of(groups), (p for group in groups for p in group["params"]), strict=True)
+def check_whole_gradients(optimizer: Optimizer, comm: Comm) -> None:
+    """ValueError on all ranks of ``comm``, in the first steps of an optimizer and in all of a checked run, for its
+    parameters that are whole on each rank and whose gradients differ. Collective."""
+    if not are_compared({}, comm, ("gradients", id(optimizer))):
+        return
+    groups = optimizer.param_groups
+    names, parameters = names_of(groups), [p for group in groups for p in group["params"]]
+    check_parameters(parameters, names)
+    given = zip(names, parameters, strict=True)
     whole = {name: p for name, p in given if p.requires_grad and p.is_floating_point() and not _axes(p)}
     gradients = {name: p.grad for name, p in whole.items() if p.grad is not None and not p.grad.is_sparse}
-    if not whole or not are_compared(gradients, comm, "gradients"):
+    if not whole or not are_read(gradients, comm):
         return
     none = torch.zeros(2 + _WAVES)
     apart, norms, _ = gathered([projections(gradients[n]) if n in gradients else none for n in whole], comm)
     noise = max((torch.finfo(g.dtype).eps for g in gradients.values()), default=_NOISE)
     wrong = are_other(apart, norms, noise).tolist()
     if different := [name for name, is_wrong in zip(whole, wrong, strict=True) if is_wrong]:
-        names = ", ".join(different[:4]) + (f" and {len(different) - 4} more" if len(different) > 4 else "")
+        shown = ", ".join(different[:4]) + (f" and {len(different) - 4} more" if len(different) > 4 else "")
         raise ValueError(
-            f"the gradients of parameters {names}, whole on each tp rank, differ between them: ranks have other "
+            f"the gradients of parameters {shown}, whole on each tp rank, differ between them: ranks have other "
             "batches or draw other random numbers, or a forward computes with a rank's part outside of a layer. It may "
             "take the weight of a sharded layer itself, as in F.linear(x, embedding.weight), where a head is a "
             "tpcore.ColumnParallelLinear with the same weight, or features that no function of tpcore.comm.mappings "

@@ -132,9 +132,10 @@ def optimizer_step(
     if max_norm is not None:
         check_max_norm(max_norm)
     ctx = current()
+    tp = ctx.comm(*ctx.mesh.present(("tp",)))
     if ctx.observer is not None:
-        ctx.observer.compare(ctx.comm("tp"))
-    check_whole_gradients(optimizer.param_groups, ctx.comm("tp"))
+        ctx.observer.compare(tp)
+    check_whole_gradients(optimizer, tp)
     scaling = scaler if scaler is not None and scaler.is_enabled() else None
     stepping = stepping_of(optimizer)
     stepping.reduce_gradients()

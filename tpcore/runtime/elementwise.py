@@ -69,7 +69,10 @@ def own_parts(cls: type[torch.optim.Optimizer]) -> frozenset[str]:
 
 def check_elementwise(cls: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> frozenset[str]:
     """The keys of its state that have a value for each entry. ValueError for an optimizer that mixes entries: known by
-    name, or found by two small steps."""
+    name, or found by two small steps. TypeError for what is no class."""
+    if not isinstance(cls, type):
+        first = f"not a {type(cls).__name__} first"
+        raise TypeError(f"Zero1 takes an optimizer's class, the parameters and then its options, {first}")
     if keys := own_parts(cls):
         return keys
     why = _known(cls)

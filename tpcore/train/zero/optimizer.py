@@ -61,11 +61,6 @@ class Zero1(torch.optim.Optimizer):
         for name, dtype in {"master_dtype": master_dtype, "grad_dtype": grad_dtype}.items():
             if dtype is not None and not dtype.is_floating_point:
                 raise ValueError(f"{name} must be a floating dtype, not {dtype}")
-        if not isinstance(optimizer_class, type):
-            given = type(optimizer_class).__name__
-            raise TypeError(
-                f"Zero1 takes an optimizer's class, the parameters and then its options, not a {given} first"
-            )
         self._class, self._options = optimizer_class, options
         self._entries = check_elementwise(optimizer_class, options)
         self._dp = current().data

@@ -111,7 +111,7 @@ class Model(torch.nn.Module):
         self.embedding = tpcore.ParallelEmbedding(
             50, 16, pad=True, shard_across_embedding=sequence_dim is not None, sequence_dim=sequence_dim
         )
-        self.norm = torch.nn.LayerNorm(16)
+        self.norm = tpcore.LayerNorm(16, sequence_parallel=sequence_dim is not None)
         self.up = tpcore.ColumnParallelLinear(16, 32, gather_output=False, sequence_dim=sequence_dim)
         self.down = tpcore.RowParallelLinear(32, 16, input_is_parallel=True, sequence_dim=sequence_dim)
         self.head = tpcore.ColumnParallelLinear(16, 51, gather_output=False, pad=True, sequence_dim=sequence_dim)

@@ -63,10 +63,10 @@ def check_whole_gradients(optimizer: Optimizer, comm: Comm) -> None:
         shown = ", ".join(different[:4]) + (f" and {len(different) - 4} more" if len(different) > 4 else "")
         raise ValueError(
             f"the gradients of parameters {shown}, whole on each tp rank, differ between them: ranks have other "
-            "batches or draw other random numbers, or a forward computes with a rank's part outside of a layer: with the "
-            "weight of a sharded layer, as F.linear(x, embedding.weight), where a head is a tpcore.ColumnParallelLinear "
-            "with the same weight; with some of the tokens, where norms are tpcore.RMSNorm or tpcore.LayerNorm with "
-            "sequence_parallel=True; or with features that no function of tpcore.comm.mappings copies or sums"
+            "batches or draw other random numbers, or a forward computes with a rank's part outside of a layer: with "
+            "the weight of a sharded layer, as F.linear(x, embedding.weight), where a tpcore.ColumnParallelLinear with "
+            "the same weight is a head; with some of the tokens, where norms are tpcore.RMSNorm or tpcore.LayerNorm "
+            "with sequence_parallel=True; or with features that no function of tpcore.comm.mappings copies or sums"
         )
 
 

@@ -45,10 +45,12 @@ def are_other(apart: Tensor, norms: Tensor, noise: float) -> Tensor:
 def check_whole_gradients(optimizer: Optimizer, comm: Comm) -> None:
     """ValueError on all ranks of ``comm``, in the first steps of an optimizer and in all of a checked run, for its
     parameters that are whole on each rank and whose gradients differ. Collective."""
-    if not are_compared({}, comm, ("gradients", id(optimizer))):
-        return
     groups = optimizer.param_groups
-    names, parameters = names_of(groups), [p for group in groups for p in group["params"]]
+    parameters = [p for group in groups for p in group["params"]]
+    # by what ranks have alike: an object's id may be used again on one of them alone, which then would not wait
+    if not are_compared({}, comm, ("gradients", len(parameters))):
+        return
+    names = names_of(groups)
     check_parameters(parameters, names)
     given = zip(names, parameters, strict=True)
     whole = {name: p for name, p in given if p.requires_grad and p.is_floating_point() and not _axes(p)}

@@ -67,3 +67,19 @@ def test_a_sharded_weight_that_is_taken_past_its_layer_is_told(
         for found in run_ranks(Mesh(axes), losses, head, zero):
             # in float64; a step by wrong gradients is another one
             assert (found == pytest.approx(want, rel=1e-9)) is (head is None)
+
+
+def test_ranks_that_keep_and_that_drop_optimizers_compare_alike() -> None:
+    """Where one is dropped, the next may have its id."""
+
+    def rank(ctx: ParallelContext) -> None:
+        net, kept = Net(None), []
+        for _ in range(6):
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+            net(torch.arange(8)[None]).square().mean().backward()
+            tpcore.optimizer_step(optimizer)
+            if ctx.rank == 0:
+                kept.append(optimizer)
+            del optimizer
+
+    run_ranks(Mesh({"dp": 1, "tp": 2}), rank)

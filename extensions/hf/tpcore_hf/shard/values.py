@@ -75,7 +75,7 @@ class MadeUp:
         self.on(None)
 
     def on(self, rank: int | None) -> MadeUp:
-        self.rank, self.calls, self.generator = rank, 0, torch.Generator().manual_seed(0)
+        self.calls, self.generator = 0, torch.Generator().manual_seed(0)
         self._indices = defaultdict[nn.Module, Tensor | None](lambda: None)
         for module, (cut, layer) in self.made.items() if rank is not None else ():
             if cut.style in OPENS | CLOSES:
